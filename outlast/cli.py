@@ -1,0 +1,294 @@
+"""The verbs. The only place that prints errors and picks exit codes; a verb's heavy imports come after it is known."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import outlast
+from outlast import config, errors, settings
+from outlast.config import Run
+from outlast.errors import OutlastError, UsageError
+
+HELP = """outlast: long-context language models, trained on whatever machines there are
+
+  outlast train [RUNFILE] [--section.knob VALUE ...]     train, or go on with a run
+  outlast tokenize [RUNFILE] [--data.knob VALUE ...]     tokenise the corpus ahead of time
+  outlast generate RUN "PROMPT"                          let a trained run continue a text
+  outlast export RUN FOLDER                              write a run as a Hugging Face directory
+  outlast demo                                           see it work on this machine, in under three minutes
+
+outlast VERB --help lists what a verb takes; --debug shows where an error comes from; --version says which this is.
+Exit codes: 0 done · 2 mend the command, file or data · 70 do not start again as it is · 75 start me again.
+"""
+
+
+@dataclass(frozen=True)
+class TrainCommand(Run):
+    """Train, or go on with a run: the same command resumes from the newest checkpoint. Knobs may stand in a run file."""
+
+    dry_run: bool = False
+    """Show the settings as resolved, parameters and memory, and leave."""
+    profile: bool = False
+    """Write a profiler's trace of three steps to the run folder, trace.json, for chrome://tracing or Perfetto."""
+
+
+@dataclass(frozen=True)
+class TokenizeCommand(Run):
+    """Tokenise a run's corpus ahead of time, into the cache the run will look in."""
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """Let a trained run continue a text, on the CPU."""
+
+    max_tokens: int = 200
+    """Most tokens to make."""
+    temperature: float = 0.8
+    """0 takes the likeliest token each time."""
+    top_p: float = 0.95
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Of the draws."""
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write a run's newest checkpoint as a directory that transformers, vLLM and others read."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        Its exit code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        match words:
+            case ["--version"]:
+                print(outlast.__version__)
+                return errors.DONE
+            case [] | ["-h" | "--help" | "help"]:
+                print(HELP, end="")
+                return errors.DONE
+            case [verb, *args]:
+                if verb not in VERBS:
+                    raise UsageError(f"there is no verb {verb!r}", fix=errors.nearest(verb, VERBS))
+                return VERBS[verb](args)
+    except OutlastError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return errors.DONE
+
+
+def read_run(command: type, args: Sequence[str], verb: str) -> tuple[Any, Callable[[str], str]]:
+    """Settle a verb's knobs: defaults, then the weights' shape, then the run file, then the command line.
+
+    Args:
+        command: the verb's dataclass, a Run.
+        args: the words after the verb; the first may be a run file.
+        verb: its name.
+
+    Returns:
+        The filled dataclass, and a function that says where a knob was set.
+
+    Raises:
+        UsageError: a setting is unknown, unreadable, or at odds with the weights.
+    """
+    path = Path(args[0]) if args and not args[0].startswith("-") else None
+    words = args[1:] if path else args
+    in_file = settings.read_file(path) if path else {}
+    named = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+
+    def origin(key: str) -> str:
+        section, _, name = key.rpartition(".")
+        if key in named:
+            return f"set by --{key.replace('_', '-')}"
+        if key in in_file:
+            return f"set in {path} [{section}] {name}" if section else f"set in {path} {name}"
+        return f"at its default; set it in [{section}] {name} or by --{key.replace('_', '-')}"
+
+    start = {"folder": f"runs/{path.stem if path else 'run'}"} | in_file
+    with where_set(origin):
+        run = settings.read_command_line(command, words, config.replaced(command(), start), f"outlast {verb}")
+        if run.model.weights:
+            from outlast.model import hf
+
+            shape = hf.read_shape(Path(run.model.weights))
+            default = config.replaced(command(), start | shape | in_file)
+            run = settings.read_command_line(command, words, default, f"outlast {verb}")
+            for key, theirs in shape.items():
+                if config.value(run, key) != theirs:
+                    raise UsageError(
+                        f"{key} is {config.value(run, key)}, and the weights in {run.model.weights} have {theirs}",
+                        fix="leave it out: the shape is read from the weights",
+                        key=key,
+                    )
+    return run, origin
+
+
+@contextlib.contextmanager
+def where_set(origin: Callable[[str], str]) -> Iterator[None]:
+    """Add to an error about a knob where that knob was set."""
+    try:
+        yield
+    except OutlastError as error:
+        if error.key and not error.where:
+            error.where = origin(error.key)
+        raise
+
+
+@contextlib.contextmanager
+def progress(console: Any) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over bytes read, shown where a person waits, from the first report on."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("tokenising"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+
+
+def train(args: Sequence[str]) -> int:
+    """The verb `train`."""
+    command, origin = read_run(TrainCommand, args, "train")
+    with where_set(origin):
+        return run_training(command, command.dry_run, command.profile)
+
+
+def run_training(run: Run, dry_run: bool, profile: bool) -> int:
+    """Train a run and say how it went, on the terminal and in the run folder's outcome.json."""
+    from rich.console import Console
+
+    from outlast import records
+    from outlast.checkpoint.store import Store
+    from outlast.train import console as say
+    from outlast.train import loop, start, watchers
+
+    console, folder = Console(), Path(run.folder)
+    run = Run(**{field.name: getattr(run, field.name) for field in dataclasses.fields(Run)})
+    with progress(console) as report:
+        settled = start.settle(run, report)
+    if dry_run:
+        console.print(records.run_file(settled.run), highlight=False, soft_wrap=True, markup=False)
+        say.opening(console, settled, start.dry_groups(settled), Store(folder / "checkpoints", 1).newest())
+        return errors.DONE
+    training = start.open_run(settled)
+    try:
+        say.opening(console, settled, training.optimizer.groups, training.saved)
+        lookers: list[watchers.Watcher] = [
+            watchers.Finite(training),
+            watchers.Record(training),
+            say.Lines(console, settled.run.train.steps),
+        ]
+        if profile:
+            lookers.append(watchers.Trace(folder / "trace.json", training.step + 1))
+        ending = loop.train(training, lookers)
+        outcome, code = ("done", errors.DONE)
+        if ending.signal:
+            outcome, code = (f"left at {ending.signal}", 130 if ending.signal == "SIGINT" else errors.RESTART)
+        training.close(outcome, code)
+        say.closing(console, settled, ending)
+        return code
+    except BaseException as error:
+        training.close(f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
+        raise
+
+
+def tokenize(args: Sequence[str]) -> int:
+    """The verb `tokenize`."""
+    run, origin = read_run(TokenizeCommand, args, "tokenize")
+    from rich.console import Console
+
+    from outlast.data.tokens import open_tokenizer, prepare
+    from outlast.train import console as say
+
+    console = Console()
+    with where_set(origin):
+        settings.check(run)
+        with progress(console) as report:
+            tokenizer = open_tokenizer(run.data, run.model.weights)
+            corpus = prepare(run.data, tokenizer, report)
+    lines = [("tokeniser", f"{tokenizer.name}, {tokenizer.vocab_size} tokens"), ("fingerprint", corpus.fingerprint)]
+    for group in corpus.groups:
+        for name, part in (("to learn from", group.train), ("held out", group.held_out)):
+            lines.append((f"{group.name}, {name}", f"{len(part):,} tokens in {part.documents:,} documents"))
+    lines.append(("damaged", f"{corpus.damaged} passed over" if corpus.damaged else "none"))
+    lines += [("", f"{where}: {why}") for where, why in corpus.first_damaged]
+    lines.append(("cache", str(corpus.folder)))
+    say.facts(console, "outlast tokenize", lines)
+    return errors.DONE
+
+
+def generate(args: Sequence[str]) -> int:
+    """The verb `generate`."""
+    (run, prompt), command = positional(GenerateCommand, args, "generate", ("RUN", '"PROMPT"'))
+    from outlast.serve import generate as serving
+    from outlast.serve.trained import open_trained
+
+    options = dataclasses.asdict(command)
+    if command.max_tokens < 1 or command.temperature < 0 or not 0 < command.top_p <= 1:
+        raise UsageError(
+            f"cannot draw with {options}",
+            fix="max-tokens at least 1, temperature at least 0, top-p above 0 and at most 1",
+        )
+    print(prompt + serving.text(open_trained(Path(run)), prompt, **options))
+    return errors.DONE
+
+
+def export(args: Sequence[str]) -> int:
+    """The verb `export`."""
+    (run, folder), _ = positional(ExportCommand, args, "export", ("RUN", "FOLDER"))
+    from outlast.serve import trained
+
+    opened = trained.open_trained(Path(run))
+    trained.export(opened, Path(folder))
+    print(f"step {opened.step} of {run} is in {folder}")
+    return errors.DONE
+
+
+def positional(command: type, args: Sequence[str], verb: str, names: tuple[str, ...]) -> tuple[list[str], Any]:
+    """Split a verb's arguments into its leading words and its options."""
+    if "-h" in args or "--help" in args:
+        print(f"outlast {verb} {' '.join(names)}\n")
+        settings.read_command_line(command, ["--help"], command(), f"outlast {verb}")
+    words = list(args[: len(names)])
+    if len(words) < len(names) or any(word.startswith("--") for word in words):
+        raise UsageError(f"outlast {verb} takes {' '.join(names)}", fix=f"see outlast {verb} --help")
+    return words, settings.read_command_line(command, args[len(names) :], command(), f"outlast {verb}")
+
+
+def demo(args: Sequence[str]) -> int:
+    """The verb `demo`: a short run on the running Python's own library source, and what its model then writes."""
+    if args:
+        raise UsageError("outlast demo takes nothing", fix="outlast train takes settings")
+    folder = next(path for n in range(1, 10_000) if not (path := Path(f"runs/demo-{n}")).exists())
+    run = config.replaced(Run(), {"folder": str(folder)})
+    code = run_training(run, dry_run=False, profile=False)
+    if code == errors.DONE:
+        from outlast.serve import generate as serving
+        from outlast.serve.trained import open_trained
+
+        print('\nWhat it writes after "def ":\n')
+        print("def " + serving.text(open_trained(folder), "def ", max_tokens=160, temperature=0.7, top_p=0.95, seed=0))
+        print(f'\nTry: outlast generate {folder} "class "')
+    return code
+
+
+VERBS: Final = {"train": train, "tokenize": tokenize, "generate": generate, "export": export, "demo": demo}

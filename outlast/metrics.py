@@ -1,0 +1,78 @@
+"""metrics.jsonl: the numbers of every step, a line each. TensorBoard and Weights & Biases are views of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from outlast.config import Log
+from outlast.errors import UsageError
+from outlast.records import storage_errors
+
+
+class Metrics:
+    """Where a step's numbers go.
+
+    Args:
+        folder: the run's.
+        log: which views to keep besides.
+        settings: the run's knobs, for the views that show them.
+
+    Raises:
+        UsageError: a view is asked for whose library is not installed.
+    """
+
+    def __init__(self, folder: Path, log: Log, settings: dict[str, Any]) -> None:
+        self.path = folder / "metrics.jsonl"
+        with storage_errors("cannot open the metrics", self.path):
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  held as long as the run
+        self._tensorboard = _tensorboard(folder) if log.tensorboard else None
+        self._wandb = _wandb(folder, log.wandb, settings) if log.wandb else None
+
+    def write(self, step: int, numbers: dict[str, float | None]) -> None:
+        """Keep a step's numbers; None is what could not be measured.
+
+        Raises:
+            StorageError: the line could not be written.
+        """
+        with storage_errors("cannot write the metrics", self.path):
+            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._file.flush()
+        known = {name: number for name, number in numbers.items() if number is not None}
+        if self._tensorboard:
+            for name, number in known.items():
+                self._tensorboard.add_scalar(name, number, step)
+        if self._wandb:
+            self._wandb.log(known, step=step)
+
+    def close(self) -> None:
+        """Write out what the views hold back."""
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError(
+            "log.tensorboard is on, but tensorboard is not installed",
+            fix="pip install 'outlast[tensorboard]'",
+            key="log.tensorboard",
+        ) from None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def _wandb(folder: Path, project: str, settings: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(
+            "log.wandb is set, but wandb is not installed", fix="pip install 'outlast[wandb]'", key="log.wandb"
+        ) from None
+    # The folder's name as the id: a resumed run goes on in the same chart.
+    return wandb.init(
+        project=project, id=folder.name, name=folder.name, dir=str(folder), resume="allow", config=settings
+    )

@@ -1,0 +1,83 @@
+"""The output projection and its cross entropy as one function, so that the logits never all exist at once."""
+
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from outlast.data import IGNORED
+
+_LOGITS_AT_ONCE: Final = 1 << 22  # elements of float32 logits alive at a time: 16 MiB
+
+
+def sum_dtype(compute: torch.dtype) -> torch.dtype:
+    """Where sums are taken: float32, or the compute type where that is finer."""
+    return torch.promote_types(compute, torch.float32)
+
+
+def loss(
+    hidden_BSD: Float[Tensor, "B S D"], weight_VD: Float[Tensor, "V D"], targets_BS: Int64[Tensor, "B S"]
+) -> Float[Tensor, ""]:
+    """Cross entropy, **summed** over the tokens that are learned, in nats.
+
+    The caller divides by the step's global count of such tokens, so that neither padding nor unequal ranks bend it.
+
+    Args:
+        hidden_BSD: output of the last norm, in the compute type.
+        weight_VD: the output projection, of any floating type; its gradient comes in that type.
+        targets_BS: the token to predict at each place, or :data:`IGNORED`.
+
+    Returns:
+        A scalar, float32 or finer; 0 where nothing is learned.
+
+    Not covered: gradients of gradients.
+    """
+    learned = targets_BS != IGNORED
+    return _LinearCrossEntropy.apply(hidden_BSD[learned], weight_VD, targets_BS[learned])
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Block by block: logits, their loss, and at once the gradients, which the backward pass only scales.
+
+    A block's logits are needed by nothing but its own gradients, so making those in the forward pass costs no product
+    more than keeping the logits would. Source: Hsu et al. 2024, "Liger Kernel" (arXiv 2410.10989), section 3.2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+        exact = sum_dtype(hidden_ND.dtype)
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        product_VD = weight_VD.to(hidden_ND.dtype)
+        total = torch.zeros((), dtype=exact, device=hidden_ND.device)
+        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=exact) if wants_weight else None
+        rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
+        for start in range(0, hidden_ND.shape[0], rows):
+            block_ND, block_N = hidden_ND[start : start + rows], targets_N[start : start + rows, None]
+            logits_NV = (block_ND @ product_VD.T).to(exact)
+            normalizer_N = torch.logsumexp(logits_NV, dim=-1, keepdim=True)
+            total += (normalizer_N - logits_NV.gather(-1, block_N)).sum()
+            if grad_hidden_ND is None and grad_weight_VD is None:
+                continue
+            # d loss / d logits is the softmax, less one at the target.
+            grad_NV = logits_NV.sub_(normalizer_N).exp_()
+            grad_NV.scatter_add_(-1, block_N, torch.full_like(block_N, -1, dtype=exact))
+            grad_NV = grad_NV.to(hidden_ND.dtype)
+            if grad_hidden_ND is not None:
+                torch.mm(grad_NV, product_VD, out=grad_hidden_ND[start : start + rows])
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_NV.T @ block_ND
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        scale = grad_outputs[0]
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        return (
+            None if grad_hidden_ND is None else grad_hidden_ND * scale.to(grad_hidden_ND.dtype),
+            None if grad_weight_VD is None else (grad_weight_VD * scale).to(ctx.weight_dtype),
+            None,
+        )

@@ -1,0 +1,104 @@
+"""Random numbers that no layout can change: each is a function of what it is for, not of when it was drawn.
+
+A generator hands out numbers in the order they are asked for, so two layouts that ask in another order get other
+numbers. Here a number is a hash of (seed, name, element) for an initial value, and of (seed, layer, site, sample,
+position, channel) for dropout. Any rank can draw just the part it holds. The arithmetic is on 64-bit integers, so every
+device draws the same bits.
+"""
+
+import hashlib
+import math
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+# The odd 64-bit constant nearest 2^64 / golden ratio, and the two multipliers of SplitMix64's finaliser, as signed.
+_STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND: Final = 0x94D049BB133111EB - (1 << 64)
+_DRAWN_AT_ONCE: Final = 1 << 20  # elements; bounds the integer scratch space to some tens of MB
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right without the sign: torch's own shift copies it."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mixed(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """Hash 64-bit integers, element by element, so that every input bit moves half of the output bits.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 17 (SplitMix64).
+    """
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def key_of(seed: int, *names: str | int) -> int:
+    """A signed 64-bit key for one use of randomness."""
+    text = "/".join(map(str, (seed, *names)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def normal(key: int, elements: Int64[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """Draw the standard normal value of each element, in float64.
+
+    Each is the sum of eight 16-bit uniform numbers, brought to mean 0 and deviation 1: exact in integers, where a
+    logarithm or a cosine would differ between devices.
+
+    Args:
+        key: what the values are for, from :func:`key_of`.
+        elements: the elements' numbers in the whole tensor, whichever part of it this is.
+
+    Returns:
+        One value an element, none further than 4.9 deviations out.
+    """
+    total = torch.zeros_like(elements)
+    for half in (0, 1):
+        bits = mixed(key + (2 * elements + half) * _STEP)
+        for quarter in range(4):
+            total += (bits >> (16 * quarter)) & 0xFFFF
+    deviation = math.sqrt(8 * (2.0**32 - 1) / 12)
+    return (total - 4 * 0xFFFF).double() / deviation
+
+
+def fill_normal(part: Tensor, std: float, seed: int, name: str, first: int = 0) -> None:
+    """Fill a contiguous part of a parameter with its initial values, in place.
+
+    Args:
+        part: the part, of any shape and floating type; contiguous in the whole parameter.
+        std: standard deviation.
+        seed: the run's seed.
+        name: the parameter's name.
+        first: number, in the whole parameter, of the part's first element.
+    """
+    key, flat = key_of(seed, "initial", name), part.view(-1)
+    for start in range(0, flat.numel(), _DRAWN_AT_ONCE):
+        stop = min(start + _DRAWN_AT_ONCE, flat.numel())
+        elements = torch.arange(first + start, first + stop, device=part.device)
+        flat[start:stop] = (normal(key, elements) * std).to(part.dtype)
+
+
+def dropout_mask(
+    key: int, probability: float, samples_B: Int64[Tensor, "B"], positions_S: Int64[Tensor, "S"], channels: int
+) -> Bool[Tensor, "B S D"]:
+    """Say which channels are kept.
+
+    One hash serves four channels, sixteen bits each: a mask costs less than the products around it.
+
+    Args:
+        key: the layer and the site in it, from :func:`key_of`.
+        probability: of dropping a channel, in steps of 2^-16.
+        samples_B: the samples' global counts since the start of the run.
+        positions_S: where the tokens stand in their samples, from 0.
+        channels: how many channels D a token has.
+
+    Returns:
+        True where the value is kept.
+    """
+    fours = torch.arange(-(-channels // 4), device=samples_B.device)
+    rows_BS = mixed(mixed(key + samples_B * _STEP)[:, None] + positions_S * _STEP)
+    bits = mixed(rows_BS[:, :, None] ^ mixed(key ^ (fours * _STEP)))
+    return bits.view(torch.int16)[..., :channels] >= round(probability * 2**16) - 2**15

@@ -1,0 +1,181 @@
+"""The training loop: one step, readable from top to bottom."""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from outlast import settings
+from outlast.data import batches
+from outlast.data.batches import MicroBatch
+from outlast.model.transformer import Packing, Transformer
+from outlast.plan import memory
+from outlast.train.optimizer import clip, lr_factor
+from outlast.train.start import Training, device_name
+from outlast.train.watchers import Watcher
+
+
+@dataclass
+class Ending:
+    """How the loop was left.
+
+    Attributes:
+        step: the last one finished.
+        signal: name of the signal that asked to leave, or empty.
+        held_out: step and loss of each evaluation.
+        tokens_per_second: over all of this start, checkpoints and evaluations included.
+        seconds: the first two steps' times.
+    """
+
+    step: int
+    signal: str = ""
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    tokens_per_second: float | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the first step took longer than the second."""
+        return self.seconds[0] - self.seconds[1] if len(self.seconds) > 1 else 0.0
+
+
+def train(training: Training, watchers: Sequence[Watcher]) -> Ending:
+    """Take the steps that are left, with checkpoints and evaluations on the way.
+
+    Args:
+        training: the opened run; its step and position move with each step.
+        watchers: told of every step.
+
+    Raises:
+        DivergedError: the loss or the gradient norm is not a number; the last checkpoint is untouched.
+        StorageError: a record or a checkpoint could not be written.
+    """
+    run, model, last = training.run, training.model, training.run.train.stop_at or training.run.train.steps
+    batch = settings.batch_sequences(run)
+    ending = Ending(training.step)
+    if run.train.compile:
+        compile_blocks(model)
+    if training.step == 0 or training.step >= last:
+        ending.held_out += evaluated(training)
+    begun, tokens = time.perf_counter(), 0
+    with stop_requests() as requests:
+        while training.step < last and not requests:
+            step, started = training.step + 1, time.perf_counter()
+            work = batches.step(training.feed, training.position, batch, run.train.micro_batch)
+            waited = time.perf_counter() - started
+            for watcher in watchers:
+                watcher.batch(step, work)
+
+            model.train()
+            total = torch.zeros((), dtype=torch.float64, device=training.settled.device)
+            for one in work.batches:
+                loss = model(*on_device(one, training.settled.device))
+                # Over the whole step's learned tokens, so that no micro-batch or rank weighs more than its tokens do.
+                (loss / max(1, work.learned)).backward()
+                total += loss.detach()
+            norm = clip(model.parameters(), run.optim.clip).item()
+            mean = total.item() / max(1, work.learned)
+            for watcher in watchers:
+                watcher.gradients(step, mean, norm)
+
+            lr = run.optim.lr * lr_factor(run.schedule, run.train.steps, step)
+            training.optimizer.step(lr)
+            training.step, training.position = step, work.stop
+
+            seconds = time.perf_counter() - started
+            numbers = measured(training, mean, norm, lr, seconds, waited)
+            training.metrics.write(step, numbers)
+            for watcher in watchers:
+                watcher.update(step, numbers)
+            ending.seconds = [*ending.seconds, seconds][:2]
+            tokens += batch * run.data.sequence_length
+
+            if step % run.checkpoint.every == 0 or step == last or requests:
+                training.save()
+            if step == last or (run.eval.every and step % run.eval.every == 0):
+                ending.held_out += evaluated(training)
+    ending.step, ending.signal = training.step, requests[0] if requests else ""
+    ending.tokens_per_second = tokens / (time.perf_counter() - begun) if tokens else None
+    return ending
+
+
+def on_device(one: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Packing]:
+    """A micro-batch as the model takes it."""
+    tokens, targets, places, samples = (
+        torch.from_numpy(array).to(device, non_blocking=True)
+        for array in (one.tokens_BS, one.targets_BS, one.places_BS, one.positions_B)
+    )
+    return tokens, targets, Packing(samples, places, one.documents)
+
+
+def measured(
+    training: Training, loss: float, norm: float, lr: float, seconds: float, waited: float
+) -> dict[str, float | None]:
+    """A step's numbers, as metrics.jsonl keeps them. None where this device does not tell."""
+    run, device = training.run, training.settled.device
+    tokens = settings.batch_sequences(run) * run.data.sequence_length
+    peaks = [flops for name, flops in memory.PEAK_FLOPS.items() if name in device_name(device)]
+    model_flops = tokens * memory.flops_per_token(run.model, run.data.sequence_length)
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    return {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "mfu": model_flops / seconds / peaks[0] if peaks and run.train.dtype == "bfloat16" else None,
+        "memory_bytes": held,
+        "data_wait_seconds": waited,
+    }
+
+
+@torch.no_grad()
+def evaluate(training: Training) -> float | None:
+    """Mean loss over the learned tokens of the held-out samples, in nats; None where none are held out."""
+    training.model.eval()
+    total, learned = 0.0, 0
+    for one in training.feed.evaluation(training.run.eval.samples, training.run.train.micro_batch):
+        total += training.model(*on_device(one, training.settled.device)).item()
+        learned += one.learned
+    return total / learned if learned else None
+
+
+def evaluated(training: Training) -> list[tuple[int, float]]:
+    """Evaluate and record it. Returns the step and the loss, or nothing where none are held out."""
+    loss = evaluate(training)
+    if loss is None:
+        return []
+    training.journal.write("evaluation", training.step, loss=loss)
+    training.metrics.write(training.step, {"held_out_loss": loss})
+    return [(training.step, loss)]
+
+
+def compile_blocks(model: Transformer) -> None:
+    """Compile each block; attention is left out, since its work differs with every sample's documents."""
+    model.fill(attend=torch.compiler.disable(model.seams.attend))
+    for block in model.layers:
+        block.compile()
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[str]]:
+    """Signals that ask to leave after the step, by name as they come; a second one is not held back."""
+    requests: list[str] = []
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {one: signal.getsignal(one) for one in asked}
+
+    def note(number: int, _frame: object) -> None:
+        requests.append(signal.Signals(number).name)
+        signal.signal(number, before[signal.Signals(number)])
+
+    for one in asked:
+        signal.signal(one, note)
+    try:
+        yield requests
+    finally:
+        for one in asked:
+            signal.signal(one, before[one])

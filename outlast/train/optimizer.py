@@ -1,0 +1,193 @@
+"""How weights are updated: the parameter groups, the optimizers, the learning rate, and their state by name."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from outlast.config import Optim, Schedule
+from outlast.model.loss import sum_dtype
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are updated alike."""
+
+    name: str
+    optimizer: str
+    weight_decay: float
+    parameters: dict[str, nn.Parameter]
+
+
+def groups(model: nn.Module, optim: Optim) -> list[Group]:
+    """Sort the parameters: matrices decay; embeddings, norms and biases do not.
+
+    An output projection of its own is a matrix and decays; tied to the embedding it is the embedding. Under Muon the
+    matrices inside the blocks are orthogonalised, all else is AdamW's.
+    """
+    named = dict(model.named_parameters())
+    hidden = {n: p for n, p in named.items() if p.dim() == 2 and n.startswith("layers.")}
+    output = {n: p for n, p in named.items() if n == "lm_head.weight"}
+    embeddings = {n: p for n, p in named.items() if n == "embed_tokens.weight"}
+    biases = {n: p for n, p in named.items() if n.endswith(".bias")}
+    norms = {n: p for n, p in named.items() if n not in hidden | output | embeddings | biases}
+    return [
+        Group(name, optimizer, decay, parameters)
+        for name, optimizer, decay, parameters in (
+            ("matrices", optim.name, optim.weight_decay, hidden),
+            ("output", "adamw", optim.weight_decay, output),
+            ("embeddings", "adamw", 0.0, embeddings),
+            ("norms", "adamw", 0.0, norms),
+            ("biases", "adamw", 0.0, biases),
+        )
+        if parameters
+    ]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix update is made orthogonal, so that no direction of it dominates.
+
+    torch's own rounds the matrix to bfloat16 on the way, where a last-bit difference between two layouts can grow to
+    half a percent; here the iteration runs in float32, or in the weights' type if finer.
+
+    Args:
+        parameters: matrices, or groups of them.
+        lr: learning rate. The update has the root mean square of AdamW's, so that the same rate fits both.
+        momentum: decay of the momentum; Nesterov's form.
+        weight_decay: decoupled.
+
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the update's scale from Liu
+        et al. 2025 (arXiv 2502.16982) equation 4.
+    """
+
+    def __init__(self, parameters: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
+        """Update every matrix that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(group["momentum"]).add_(parameter.grad)
+                ahead = parameter.grad.add(momentum, alpha=group["momentum"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = 0.2 * math.sqrt(max(parameter.shape))
+                parameter.add_(orthogonal(ahead), alpha=-group["lr"] * scale)
+
+
+def orthogonal(matrix: Float[Tensor, "R C"]) -> Float[Tensor, "R C"]:
+    """The nearest matrix with all singular values about 1 (0.7 to 1.2), by five Newton-Schulz steps.
+
+    Source: Jordan et al. 2024, as above: the quintic with coefficients 3.4445, -4.7750, 2.0315.
+    """
+    x = matrix.to(sum_dtype(matrix.dtype))
+    x = x.T if matrix.shape[0] > matrix.shape[1] else x
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
+
+
+class Optimizer:
+    """The optimizers of a run as one.
+
+    Args:
+        model: whose parameters.
+        optim: the [optim] knobs.
+    """
+
+    def __init__(self, model: nn.Module, optim: Optim) -> None:
+        self.groups = groups(model, optim)
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        for kind in ("adamw", "muon"):
+            mine = [
+                {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
+                for group in self.groups
+                if group.optimizer == kind
+            ]
+            if mine and kind == "adamw":
+                betas = (optim.beta1, optim.beta2)
+                self.optimizers.append(torch.optim.AdamW(mine, lr=optim.lr, betas=betas, eps=optim.eps, fused=True))
+            elif mine:
+                self.optimizers.append(Muon(mine, optim.lr, optim.momentum, optim.weight_decay))
+
+    def step(self, lr: float) -> None:
+        """Update the weights by their gradients, and forget these."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments and step counts, by `optim.PARAMETER.WHICH`."""
+        return {
+            f"optim.{self.names[parameter]}.{which}": tensor
+            for optimizer in self.optimizers
+            for parameter, kept in optimizer.state.items()
+            for which, tensor in kept.items()
+        }
+
+    def make_room(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """Make the tensors of a saved state, to be loaded into, and take them as the state.
+
+        Args:
+            shapes: of a checkpoint's tensors by name, others than `optim.` passed over.
+        """
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    prefix = f"optim.{self.names[parameter]}."
+                    optimizer.state[parameter] = {
+                        name.removeprefix(prefix): torch.zeros_like(parameter)
+                        if shape == parameter.shape
+                        else torch.zeros(shape, device=parameter.device)
+                        for name, shape in shapes.items()
+                        if name.startswith(prefix)
+                    }
+        return self.state()
+
+
+def clip(parameters: Iterable[nn.Parameter], largest: float) -> Float[Tensor, ""]:
+    """Scale all gradients so that their global 2-norm is at most `largest` (0: leave them).
+
+    Returns:
+        The norm before, in the gradients' type.
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, largest or math.inf)
+
+
+def lr_factor(schedule: Schedule, steps: int, step: int) -> float:
+    """Share of the peak learning rate at a step.
+
+    Args:
+        schedule: the [schedule] knobs.
+        steps: of the whole run.
+        step: from 1.
+
+    Returns:
+        Rising in a straight line to 1 at the last step of the warmup; at `steps` it is `final`, but for `constant`.
+
+    Source: cosine: Loshchilov and Hutter 2017 (arXiv 1608.03983) equation 5; warmup-stable-decay: Hu et al. 2024
+        (arXiv 2404.06395) section 4.
+    """
+    if step <= schedule.warmup:
+        return step / schedule.warmup
+    match schedule.name:
+        case "constant":
+            return 1.0
+        case "cosine":
+            done = (step - schedule.warmup) / max(1, steps - schedule.warmup)
+            return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * done)) / 2
+        case "wsd":
+            decay = schedule.decay or max(1, steps // 5)
+            return 1.0 - (1 - schedule.final) * max(0, step - (steps - decay)) / decay

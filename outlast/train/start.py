@@ -1,0 +1,264 @@
+"""From settings to a run that can take its next step: the corpus, the folder, the model, the checkpoint gone on from."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+import outlast
+from outlast import config, layout, records, settings
+from outlast.checkpoint import store
+from outlast.config import Run
+from outlast.data.batches import Feed
+from outlast.data.tokens import Corpus, Tokenizer, open_tokenizer, prepare
+from outlast.errors import DataError, ResumeError, UsageError, WeightsError
+from outlast.journal import Journal
+from outlast.metrics import Metrics
+from outlast.model import hf
+from outlast.model.transformer import Transformer
+from outlast.train.optimizer import Group, Optimizer, groups
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A run with everything decided that its settings left open, and the data it is for."""
+
+    run: Run
+    tokenizer: Tokenizer
+    corpus: Corpus
+    device: torch.device
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the result is a function of: the result knobs, and the data by content."""
+        return config.result_knobs(self.run) | {
+            "corpus": self.corpus.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
+        }
+
+
+@dataclass
+class Training:
+    """A run in memory. `step` and `position` are those of the last finished step."""
+
+    settled: Settled
+    model: Transformer
+    optimizer: Optimizer
+    feed: Feed
+    store: store.Store
+    journal: Journal
+    metrics: Metrics
+    saved: store.Saved | None
+    step: int
+    position: int
+
+    @property
+    def run(self) -> Run:
+        """The settings."""
+        return self.settled.run
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint holds, by name."""
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        return weights | self.optimizer.state()
+
+    def save(self) -> store.Saved:
+        """Commit a checkpoint of the last finished step."""
+        about = {"position": self.position, "identity": identity_hash(self.settled.identity)}
+        saved, removed = self.store.save(self.step, self.tensors(), about)
+        self.journal.write("checkpoint", self.step, path=saved.path.name, bytes=saved.bytes)
+        for old in removed:
+            self.journal.write("checkpoint removed", self.step, path=old.path.name)
+        return saved
+
+    def close(self, outcome: str, exit_code: int) -> None:
+        """Write how the run was left, to the journal and to outcome.json, and let go of the folder."""
+        self.journal.write("end", self.step, outcome=outcome, exit_code=exit_code)
+        told = {"outcome": outcome, "exit_code": exit_code, "step": self.step}
+        records.write_json(Path(self.run.folder) / "outcome.json", "outcome", 1, told)
+        self.metrics.close()
+        self.journal.close()
+
+
+def identity_hash(identity: dict[str, Any]) -> str:
+    """The run's identity, 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def settle(run: Run, progress: Callable[[int, int], None] | None = None) -> Settled:
+    """Decide what the settings leave open, and tokenise the corpus where that is still to be done.
+
+    Args:
+        run: as the run file and the command line say; `model` already that of `model.weights`.
+        progress: told bytes read and bytes in all while tokenising.
+
+    Raises:
+        OutlastError: something in it cannot be.
+    """
+    settings.check(run)
+    layout.check(run.parallel, run.model, ranks=1)
+    device = _device(run)
+    _set_threads(run)
+    tokenizer = open_tokenizer(run.data, run.model.weights)
+    if run.model.weights:
+        _check_tokenizer(run, tokenizer)
+    if run.model.vocab_size and run.model.vocab_size < tokenizer.vocab_size:
+        raise UsageError(
+            f"model.vocab_size is {run.model.vocab_size}, and the tokeniser {tokenizer.name} has {tokenizer.vocab_size} tokens",
+            fix=f"set it to 0, which takes the tokeniser's, or to {tokenizer.vocab_size} or more",
+            key="model.vocab_size",
+        )
+    corpus = prepare(run.data, tokenizer, progress)
+    decided = {"train.dtype": _dtype(run, device), "model.vocab_size": run.model.vocab_size or tokenizer.vocab_size}
+    return Settled(config.replaced(run, decided), tokenizer, corpus, device)
+
+
+def _device(run: Run) -> torch.device:
+    if run.train.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "train.device is cuda, and torch finds no CUDA device", fix="set it to auto or cpu", key="train.device"
+        )
+    return torch.device("cuda" if run.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _dtype(run: Run, device: torch.device) -> str:
+    if run.train.dtype != "auto":
+        return run.train.dtype
+    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+
+
+def _set_threads(run: Run) -> None:
+    torch.set_num_threads(run.train.threads or config.usable_cores())
+    torch.use_deterministic_algorithms(run.train.deterministic)
+
+
+def _check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """The tokeniser must be the one beside the weights, where there is one: other numbers would mean other words."""
+    folder = Path(run.model.weights)
+    if (folder / "tokenizer.json").exists():
+        theirs = open_tokenizer(config.replaced(run, {"data.tokenizer": "auto"}).data, run.model.weights)
+        if theirs.fingerprint != tokenizer.fingerprint:
+            raise WeightsError(
+                f"the weights are for another tokeniser: theirs has {theirs.vocab_size} tokens, {tokenizer.name} has {tokenizer.vocab_size}",
+                fix="leave data.tokenizer at auto, which takes the one beside the weights",
+                where=str(folder / "tokenizer.json"),
+                key="data.tokenizer",
+            )
+    elif run.model.vocab_size < tokenizer.vocab_size:
+        raise WeightsError(
+            f"the weights have {run.model.vocab_size} tokens, the tokeniser {tokenizer.name} has {tokenizer.vocab_size}",
+            fix="set data.tokenizer to the tokenizer.json the weights were trained with",
+            where=run.model.weights,
+            key="data.tokenizer",
+        )
+
+
+def open_run(settled: Settled) -> Training:
+    """Take the run's folder, and go on from its newest checkpoint where it has one.
+
+    Raises:
+        ResumeError: the folder holds another run, or is in use.
+        StorageError: it cannot be written, or the checkpoint is damaged.
+    """
+    run, folder = settled.run, Path(settled.run.folder)
+    journal = Journal(folder / "journal.jsonl")
+    try:
+        changed = _compare(settled, folder)
+        kept = store.Store(folder / "checkpoints", run.checkpoint.keep)
+        saved = kept.newest()
+        model = Transformer.on(settled.device, run.model, getattr(torch, run.train.dtype), run.train.seed)
+        optimizer = Optimizer(model, run.optim)
+        feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
+        if not all(feed.order.sizes):
+            raise DataError("a source has no training tokens at all", fix="give it more text", key="data.sources")
+        _write_records(settled, folder)
+        metrics = Metrics(folder, run.log, config.result_knobs(run))
+        training = Training(settled, model, optimizer, feed, kept, journal, metrics, saved, step=0, position=0)
+        if saved:
+            _load(training, saved)
+        elif run.model.weights:
+            hf.load(model, Path(run.model.weights))
+    except BaseException:
+        journal.close()
+        raise
+    journal.write(
+        "start",
+        training.step,
+        position=training.position,
+        identity=identity_hash(settled.identity),
+        corpus=settled.corpus.fingerprint,
+        checkpoint=saved.path.name if saved else None,
+        changed=changed,
+        layout=layout.degrees(run.parallel),
+        batch=settings.batch_sequences(run),
+    )
+    return training
+
+
+def _load(training: Training, saved: store.Saved) -> None:
+    store.verify(saved)
+    training.optimizer.make_room(store.contents(saved))
+    store.load(saved, training.tensors())
+    training.step, training.position = saved.step, saved.about["position"]
+
+
+def dry_groups(settled: Settled) -> list[Group]:
+    """The parameter groups of a run that is only looked at: no weight takes memory."""
+    with torch.device("meta"):
+        return groups(Transformer(settled.run.model), settled.run.optim)
+
+
+def _compare(settled: Settled, folder: Path) -> dict[str, list[Any]]:
+    """What differs between the run in the folder and this one; refused unless it was allowed."""
+    path = folder / "identity.json"
+    if not path.exists():
+        return {}
+    before, now = records.read_json(path, "identity", 1)["knobs"], json.loads(json.dumps(settled.identity))
+    changed = {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}
+    for key, (old, new) in changed.items():
+        about_data = key.startswith("data.") or key in ("corpus", "tokenizer", "train.seed")
+        fixed = key.startswith("model.") or key == "train.dtype"
+        section = "data" if about_data else "train"
+        if fixed or not getattr(settled.run, section).allow_change:
+            way_on = "" if fixed else f", or go on with the change: --{section}.allow-change"
+            raise ResumeError(
+                f"the run in {folder} was begun with {key} = {old!r}, and this command has {new!r}",
+                fix=f"give this one another folder: --folder runs/NAME{way_on}",
+                key=key,
+            )
+    return changed
+
+
+def _write_records(settled: Settled, folder: Path) -> None:
+    records.write_text(folder / "run.toml", records.run_file(settled.run))
+    records.write_json(folder / "identity.json", "identity", 1, {"knobs": settled.identity})
+    records.write_json(
+        folder / "env.json",
+        "environment",
+        1,
+        {
+            "outlast": outlast.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "device": device_name(settled.device),
+            "threads": torch.get_num_threads(),
+            "cores": config.usable_cores(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "process": os.getpid(),
+        },
+    )
+    settled.tokenizer.save(folder / "tokenizer")
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"

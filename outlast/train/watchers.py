@@ -1,0 +1,91 @@
+"""Those who look on while a run trains: each is told three times a step, and none is known to the loop by name."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from outlast.data.batches import Step
+from outlast.errors import DivergedError
+from outlast.train.start import Training
+
+
+class Watcher(Protocol):
+    """Someone who looks on: called three times a step, in order."""
+
+    def batch(self, step: int, work: Step) -> None:
+        """The step's samples were read."""
+
+    def gradients(self, step: int, loss: float, norm: float) -> None:
+        """The gradients are complete and clipped; the loss is the mean over the step's learned tokens."""
+
+    def update(self, step: int, numbers: dict[str, float | None]) -> None:
+        """The weights were updated; the step's numbers are as metrics.jsonl gets them."""
+
+
+class Record:
+    """Watcher: writes each step, with the samples it took and a hash of the tokens it fed, to the journal."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def batch(self, step: int, work: Step) -> None:
+        """Keep what the line will say."""
+        self.work = work
+
+    def gradients(self, step: int, loss: float, norm: float) -> None:
+        """Nothing."""
+
+    def update(self, step: int, numbers: dict[str, float | None]) -> None:
+        """Write the line."""
+        work = self.work
+        self.training.journal.write(
+            "step", step, durable=False, samples=[work.first, work.stop], fed=f"{work.fed:016x}", loss=numbers["loss"]
+        )
+
+
+class Finite:
+    """Watcher: stops a run whose loss or gradients are not numbers, before they reach the weights."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def batch(self, step: int, work: Step) -> None:
+        """Keep which samples are at work."""
+        self.work = work
+
+    def gradients(self, step: int, loss: float, norm: float) -> None:
+        """Look. Raises DivergedError."""
+        if not (abs(loss) < float("inf") and norm < float("inf")):
+            feed = self.training.feed
+            places = [feed.order.at(position) for position in range(self.work.first, self.work.stop)]
+            files = {file for at in places for file in feed.samples[at.group].documents(at.sample)}
+            raise DivergedError(
+                f"step {step}: the loss is {loss}, the gradient norm {norm}",
+                fix="the weights are those of the last checkpoint; lower optim.lr, or look at the samples",
+                where=f"samples {self.work.first} to {self.work.stop - 1}, from " + ", ".join(sorted(files)[:3]),
+            )
+
+    def update(self, step: int, numbers: dict[str, float | None]) -> None:
+        """Nothing."""
+
+
+class Trace:
+    """Watcher: a profiler's trace of three steps, the first two left to warm up, in Chrome's format."""
+
+    def __init__(self, path: Path, first: int) -> None:
+        self.path, self.first, self.profile = path, first + 2, torch.profiler.profile()
+
+    def batch(self, step: int, work: Step) -> None:
+        """Begin at the first step."""
+        if step == self.first:
+            self.profile.start()
+
+    def gradients(self, step: int, loss: float, norm: float) -> None:
+        """Nothing."""
+
+    def update(self, step: int, numbers: dict[str, float | None]) -> None:
+        """End after the third, and write it."""
+        if step == self.first + 2:
+            self.profile.stop()
+            self.profile.export_chrome_trace(str(self.path))

@@ -1,0 +1,150 @@
+"""Groups, updates, clipping and the learning rate, against formulas worked out apart."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.config import Model, Optim, Schedule
+from outlast.model.transformer import Transformer
+from outlast.train.optimizer import Muon, Optimizer, clip, groups, lr_factor, orthogonal
+
+SHAPE = replace(
+    Model(), vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
+    qkv_bias=True, qk_norm=True, tie_embeddings=False,
+)  # fmt: skip
+
+
+def test_embeddings_norms_and_biases_are_exempt_from_decay():
+    model = Transformer(SHAPE)
+    sorted_into = {name: group for group in groups(model, Optim()) for name in group.parameters}
+    assert set(sorted_into) == {name for name, _ in model.named_parameters()}
+    for name, group in sorted_into.items():
+        exempt = "norm" in name or name.endswith("bias") or name.startswith("embed_tokens")
+        assert group.weight_decay == (0.0 if exempt else 0.1), name
+        assert group.optimizer == "adamw"
+    tied = groups(Transformer(replace(SHAPE, tie_embeddings=True)), Optim())
+    assert "output" not in {group.name for group in tied}
+    muon = {g.name: g.optimizer for g in groups(model, replace(Optim(), name="muon"))}
+    assert muon == {"matrices": "muon", "output": "adamw", "embeddings": "adamw", "norms": "adamw", "biases": "adamw"}
+
+
+def test_adamw_by_hand():
+    """Two steps of Loshchilov and Hutter 2019, algorithm 2, in plain numbers."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)]).double()
+    weight = model.layers[0].weight
+    weight.data.fill_(2.0)
+    optim = replace(Optim(), lr=0.1)
+    optimizer = Optimizer(model, optim)
+    x, m, v = 2.0, 0.0, 0.0
+    for t, (gradient, lr) in enumerate([(3.0, 0.1), (-1.0, 0.05)], start=1):
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step(lr)
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.95 * v + 0.05 * gradient**2
+        x = x * (1 - lr * 0.1) - lr * (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        assert weight.item() == pytest.approx(x, rel=1e-14)
+        assert weight.grad is None
+
+
+def test_muon_by_singular_values():
+    """The update has the directions of the momentum and singular values in the quintic's band."""
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((6, 4), (4, 6), (5, 5)):
+        gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
+        s = np.linalg.svd(orthogonal(gradient).numpy(), compute_uv=False)
+        assert 0.6 < s.min() < s.max() < 1.3
+        left, _, right = np.linalg.svd(gradient.numpy(), full_matrices=False)
+        n = min(shape)
+        # The same singular vectors: turned into the gradient's, the update is diagonal.
+        turned = left.T @ orthogonal(gradient).numpy() @ right.T
+        assert np.abs(turned - np.diag(np.diag(turned))).max() < 1e-10, n
+
+    weight = torch.nn.Parameter(torch.ones(6, 4, dtype=torch.float64))
+    optimizer = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.5)
+    first = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    weight.grad = first
+    optimizer.step()
+    expected = 1 * (1 - 0.1 * 0.5) - 0.1 * 0.2 * math.sqrt(6) * orthogonal(first + 0.9 * first)
+    torch.testing.assert_close(weight.data, expected, rtol=1e-12, atol=1e-12)
+    # Its root mean square is that of an AdamW update, about 0.2 (Liu et al. 2025, section 2.2).
+    step = (expected - 0.95) / 0.1
+    assert 0.1 < step.square().mean().sqrt() < 0.3
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=5), st.floats(0.1, 5))
+def test_clip(values, largest):
+    parameters = [torch.nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in values]
+    for parameter, gradient in zip(parameters, values, strict=True):
+        parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+    norm = math.sqrt(sum(v * v for v in values))
+    assert clip(parameters, largest).item() == pytest.approx(norm, abs=1e-12)
+    scale = min(1.0, largest / (norm + 1e-6))
+    assert [p.grad.item() for p in parameters] == pytest.approx([v * scale for v in values], abs=1e-9)
+
+
+def test_no_clipping_leaves_gradients_alone():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3e4, 4e4])
+    assert clip([parameter], 0.0).item() == 5e4
+    assert parameter.grad.tolist() == [3e4, 4e4]
+
+
+def test_schedules_by_hand():
+    plan = Schedule(warmup=10, final=0.1)
+    for name in ("cosine", "wsd", "constant"):
+        assert lr_factor(replace(plan, name=name), 110, 1) == pytest.approx(0.1)
+        assert lr_factor(replace(plan, name=name), 110, 10) == 1.0
+    assert lr_factor(plan, 110, 60) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert lr_factor(plan, 110, 35) == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
+    assert lr_factor(plan, 110, 110) == pytest.approx(0.1)
+    wsd = replace(plan, name="wsd", decay=20)
+    assert lr_factor(wsd, 110, 90) == 1.0
+    assert lr_factor(wsd, 110, 100) == pytest.approx(0.55)
+    assert lr_factor(wsd, 110, 110) == pytest.approx(0.1)
+    assert lr_factor(replace(wsd, decay=0), 100, 80) == 1.0  # a fifth of all
+    assert lr_factor(replace(wsd, decay=0), 100, 90) == pytest.approx(0.55)
+    assert lr_factor(replace(plan, name="constant"), 110, 110) == 1.0
+
+
+@given(st.sampled_from(["cosine", "wsd", "constant"]), st.integers(0, 30), st.integers(0, 50), st.integers(1, 60))
+def test_schedules_stay_between_and_move_smoothly(name, warmup, decay, steps):
+    plan = Schedule(name=name, warmup=warmup, decay=decay, final=0.2)
+    factors = [lr_factor(plan, steps, step) for step in range(1, steps + 1)]
+    assert all(0 < factor <= 1 for factor in factors)
+    after = factors[warmup:]
+    assert after == sorted(after, reverse=True)
+
+
+def test_state_goes_out_and_comes_back_by_name():
+    def trained(steps):
+        torch.manual_seed(0)
+        model = Transformer(SHAPE)
+        model.initialize(0)
+        optimizer = Optimizer(model, replace(Optim(), name="muon"))
+        for step in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1)) + parameter.detach()
+            optimizer.step(1e-2)
+        return model, optimizer
+
+    model, optimizer = trained(3)
+    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    kinds = {name.rsplit(".", 1)[1] for name in state}
+    assert kinds == {"momentum", "exp_avg", "exp_avg_sq", "step"}
+    fresh_model, fresh = trained(0)
+    room = fresh.make_room({name: tensor.shape for name, tensor in state.items()})
+    assert set(room) == set(state)
+    for name, tensor in room.items():
+        tensor.copy_(state[name])
+    fresh_model.load_state_dict(model.state_dict())
+    for one, other in ((model, optimizer), (fresh_model, fresh)):
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        other.step(1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh_model.parameters(), strict=True))
