@@ -82,8 +82,11 @@ def read_command_line(command: type, args: Sequence[str], default: Any, prog: st
     except SystemExit as leaving:
         if not leaving.code:
             raise
-        said = [line.strip("│ ") for line in box.getvalue().splitlines() if line.startswith("│")]
-        first = " ".join(said[: next((i for i, line in enumerate(said) if line.startswith("──")), len(said))])
+        # A title, the error, a rule, hints; the box around it is blank where the terminal has no such characters.
+        said = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]
+        said = [line for line in said if line]
+        rule = next((i for i, line in enumerate(said) if i and not set(line) - set("─-")), len(said))
+        first = " ".join(line for line in said[:rule] if set(line) - set("─-"))
         words = [word for word in args if word.startswith("--") and word.split("=")[0] in first]
         keys = (
             [knob.key for knob in knobs()]

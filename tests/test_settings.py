@@ -45,7 +45,7 @@ def write(tmp_path, text):
     ("text", "what", "fix"),
     [
         ("[optim]\nxyz = 1", "unknown setting optim.xyz", "known: optim.name, optim.lr"),
-        ("[optim]\nsteps = 1", "unknown setting optim.steps", "perhaps you meant train.steps"),
+        ("[optim]\nmicro_batch = 1", "unknown setting optim.micro_batch", "perhaps you meant train.micro_batch"),
         ("[optim]\nbeta_1 = 1", "unknown setting optim.beta_1", "perhaps you meant optim.beta1"),
         ("[optin]\nlr = 1.0", "unknown setting optin.lr", "perhaps you meant optim.lr"),
         ("folders = 'x'", "unknown setting folders", "perhaps you meant folder"),

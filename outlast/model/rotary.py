@@ -14,29 +14,29 @@ def frequencies(shape: Model) -> tuple[Float[Tensor, "half"], float]:
 
     Returns:
         Frequencies of shape (head_dim / 2) in float32, on the CPU: what published weights were trained with, so not
-        more exact under float64 either. And the factor, 1 but for yarn.
+        more exact under float64 either, and rounded in the same order. And the factor, 1 but for yarn.
 
     Source: Su et al. 2021 (arXiv 2104.09864) equation 15; linear: Chen et al. 2023 (2306.15595); llama3: the Llama 3.1
         model card's released configuration; yarn: Peng et al. 2023 (2309.00071) sections 3.2 and 3.4.
     """
-    plain = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
-    stretched = plain / shape.rope_factor
+    powers = shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    plain = 1.0 / powers
     match shape.rope_scaling:
         case "none":
             return plain, 1.0
         case "linear":
-            return stretched, 1.0
+            return plain / shape.rope_factor, 1.0
         case "llama3":
-            turns = shape.rope_original * plain / (2 * math.pi)
+            turns = shape.rope_original / (2 * math.pi / plain)
             keep = ((turns - shape.rope_low) / (shape.rope_high - shape.rope_low)).clamp(0, 1)
-            return (1 - keep) * stretched + keep * plain, 1.0
+            return (1 - keep) * plain / shape.rope_factor + keep * plain, 1.0
         case "yarn":
             low, high = _pair_turning(shape, shape.rope_high), _pair_turning(shape, shape.rope_low)
             low, high = max(math.floor(low), 0), min(math.ceil(high), shape.head_dim - 1)
             pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
-            stretch = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+            keep = 1 - ((pairs - low) / ((high - low) or 1e-3)).clamp(0, 1)
             factor = shape.rope_attention or 0.1 * math.log(max(shape.rope_factor, 1.0)) + 1.0
-            return stretch * stretched + (1 - stretch) * plain, factor
+            return 1.0 / (shape.rope_factor * powers) * (1 - keep) + plain * keep, factor
 
 
 def _pair_turning(shape: Model, turns: float) -> float:

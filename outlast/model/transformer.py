@@ -201,10 +201,13 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(shape, layer, seed) for layer in range(shape.num_layers))
         self.norm = Norm(shape.hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        if shape.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
         self.to(sum_dtype(compute))
+        self._tie()
         self.frequencies, self.rotary_factor = rotary.frequencies(shape)
+
+    def _tie(self) -> None:
+        if self.shape.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     @classmethod
     def on(cls, device: torch.device, shape: Model, compute: torch.dtype, seed: int) -> "Transformer":
@@ -212,6 +215,7 @@ class Transformer(nn.Module):
         with torch.device("meta"):
             model = cls(shape, compute, seed)
         model.to_empty(device=device)
+        model._tie()  # torch gave each module memory of its own
         model.frequencies, model.rotary_factor = rotary.frequencies(shape)
         model.frequencies = model.frequencies.to(device)
         model.initialize(seed)

@@ -65,15 +65,10 @@ class Training:
         """The settings."""
         return self.settled.run
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint holds, by name."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
-        return weights | self.optimizer.state()
-
     def save(self) -> store.Saved:
         """Commit a checkpoint of the last finished step."""
         about = {"position": self.position, "identity": identity_hash(self.settled.identity)}
-        saved, removed = self.store.save(self.step, self.tensors(), about)
+        saved, removed = self.store.save(self.step, tensors(self.model, self.optimizer), about)
         self.journal.write("checkpoint", self.step, path=saved.path.name, bytes=saved.bytes)
         for old in removed:
             self.journal.write("checkpoint removed", self.step, path=old.path.name)
@@ -86,6 +81,11 @@ class Training:
         records.write_json(Path(self.run.folder) / "outcome.json", "outcome", 1, told)
         self.metrics.close()
         self.journal.close()
+
+
+def tensors(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything a checkpoint holds, by name."""
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()} | optimizer.state()
 
 
 def identity_hash(identity: dict[str, Any]) -> str:
@@ -179,20 +179,22 @@ def open_run(settled: Settled) -> Training:
         feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
         if not all(feed.order.sizes):
             raise DataError("a source has no training tokens at all", fix="give it more text", key="data.sources")
-        _write_records(settled, folder)
-        metrics = Metrics(folder, run.log, config.result_knobs(run))
-        training = Training(settled, model, optimizer, feed, kept, journal, metrics, saved, step=0, position=0)
         if saved:
-            _load(training, saved)
+            store.verify(saved)
+            optimizer.make_room(store.contents(saved))
+            store.load(saved, tensors(model, optimizer))
         elif run.model.weights:
             hf.load(model, Path(run.model.weights))
+        step, position = (saved.step, saved.about["position"]) if saved else (0, 0)
+        _write_records(settled, folder)
+        metrics = Metrics(folder, run.log, config.result_knobs(run))
     except BaseException:
         journal.close()
         raise
     journal.write(
         "start",
-        training.step,
-        position=training.position,
+        step,
+        position=position,
         identity=identity_hash(settled.identity),
         corpus=settled.corpus.fingerprint,
         checkpoint=saved.path.name if saved else None,
@@ -200,14 +202,7 @@ def open_run(settled: Settled) -> Training:
         layout=layout.degrees(run.parallel),
         batch=settings.batch_sequences(run),
     )
-    return training
-
-
-def _load(training: Training, saved: store.Saved) -> None:
-    store.verify(saved)
-    training.optimizer.make_room(store.contents(saved))
-    store.load(saved, training.tensors())
-    training.step, training.position = saved.step, saved.about["position"]
+    return Training(settled, model, optimizer, feed, kept, journal, metrics, saved, step, position)
 
 
 def dry_groups(settled: Settled) -> list[Group]:

@@ -1,0 +1,230 @@
+"""Hugging Face directories of Llama, Qwen2 and Qwen3: shape and weights in, a trained model out.
+
+Weights move one tensor at a time, so that the whole model is never in memory twice. Files are safetensors: no pickle is
+read, and none written. The configuration is :mod:`outlast.model.hf_config`'s.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outlast import records
+from outlast.config import Model
+from outlast.errors import UsageError, WeightsError
+from outlast.model.hf_config import read_json, read_shape, with_eos, written
+from outlast.model.transformer import Transformer
+
+__all__ = ["load", "read_shape", "save", "tensor_dtype"]
+
+_DTYPES: Final = (("F64", torch.float64), ("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16))
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_HEAD: Final = "lm_head.weight"
+_AGAIN: Final = "download or copy it again"
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A safetensors file by its header.
+
+    Attributes:
+        name: of the file.
+        metadata: what its writer noted.
+        tensors: type and shape by name, in the order of their bytes.
+    """
+
+    name: str
+    metadata: dict[str, Any]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def _shards(folder: Path) -> list[_Shard]:
+    """The headers of a directory's weight files."""
+    if (folder / _SINGLE).exists():
+        return [_shard(folder / _SINGLE)]
+    if not (folder / _INDEX).exists():
+        pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
+        if pickles:
+            what = f"{pickles[0]} is a pickle, which may run any code when it is read: outlast reads safetensors alone"
+            fix = "where you trust it, load it with transformers and save_pretrained() it: that writes safetensors"
+            raise WeightsError(what, fix=fix, where=str(folder))
+        raise WeightsError(f"there are no weights: neither {_SINGLE} nor {_INDEX}", where=str(folder))
+    places = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise WeightsError(f"{_INDEX} has no weight_map", fix=_AGAIN, where=str(folder))
+    for name in places.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise WeightsError(f"{_INDEX} names {name!r}, not a safetensors file beside it", where=str(folder))
+    shards = [_shard(folder / name) for name in sorted(set(places.values()))]
+    held = {(tensor, shard.name) for shard in shards for tensor in shard.tensors}
+    for tensor, name in places.items():
+        if (tensor, name) not in held:
+            raise WeightsError(f"{name} lacks {tensor}, which {_INDEX} promises", fix=_AGAIN, where=str(folder))
+    return shards
+
+
+def _shard(path: Path) -> _Shard:
+    """Read a file's header: its length in 8 bytes, then JSON.
+
+    Source: the safetensors format, https://github.com/huggingface/safetensors#format.
+    """
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size - 8 - length
+            if size < 0:
+                raise ValueError("it ends in its header")
+            header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", {})
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if entry["data_offsets"][1] > size:
+                raise ValueError(f"it ends before the end of {name}")
+            if entry["dtype"] not in dict(_DTYPES):
+                fix = f"known: {', '.join(known for known, _ in _DTYPES)}"
+                raise WeightsError(f"{name} is stored as {entry['dtype']}", fix=fix, where=str(path))
+            tensors[name] = (dict(_DTYPES)[entry["dtype"]], tuple(entry["shape"]))
+    except FileNotFoundError:
+        raise WeightsError(f"{path.name} is missing", fix=_AGAIN, where=str(path.parent)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise WeightsError(f"{path.name} is damaged: {error}", fix=_AGAIN, where=str(path)) from None
+    return _Shard(path.name, metadata, tensors)
+
+
+def tensor_dtype(folder: Path) -> torch.dtype:
+    """The type a directory's weights are stored in; where there are several, that of most elements.
+
+    Raises:
+        WeightsError: there are no weights, or they cannot be read.
+    """
+    return _bulk_dtype(_shards(folder))
+
+
+def _bulk_dtype(shards: list[_Shard]) -> torch.dtype:
+    elements: Counter[torch.dtype] = Counter()
+    for shard in shards:
+        for dtype, size in shard.tensors.values():
+            elements[dtype] += math.prod(size)
+    return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
+
+
+def _published(name: str) -> str:
+    """What a parameter is called in a directory."""
+    return name if name == _HEAD else f"model.{name}"
+
+
+@torch.no_grad()
+def load(model: Transformer, folder: Path) -> None:
+    """Copy a directory's weights into the model, a tensor at a time, each cast to the type its parameter is kept in.
+
+    Args:
+        model: of the shape :func:`read_shape` gave; on any device.
+        folder: with model.safetensors, or with shards and their index.
+
+    Raises:
+        WeightsError: a tensor is missing, has no place in the model or is of another shape, in which case the model is
+            as it was; or a file is damaged.
+    """
+    shards = _shards(folder)
+    targets = {_published(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    _compare(shards, targets, model.shape, folder)
+    filled: set[int] = set()
+    for shard in shards:
+        for name, tensor in _tensors(folder / shard.name, [name for name in shard.tensors if name in targets]):
+            parameter = targets[name]
+            if id(parameter) not in filled:
+                parameter.copy_(tensor)
+            elif not torch.equal(parameter, tensor.to(parameter)):
+                what = f"{_HEAD} differs from the embedding, and tie_word_embeddings says they are one"
+                raise WeightsError(what, fix="set tie_word_embeddings to false in config.json", where=str(folder))
+            filled.add(id(parameter))
+
+
+def _compare(shards: list[_Shard], targets: Mapping[str, Tensor], shape: Model, folder: Path) -> None:
+    """Refuse tensors that are missing, in excess or of another shape, the first of them by name."""
+    stored = {name: size for shard in shards for name, (_, size) in shard.tensors.items()}
+    optional = {_HEAD} if shape.tie_embeddings else set()
+    missing = [name for name in targets if name not in stored and name not in optional]
+    # Old directories keep the rotary frequencies too, which follow from the configuration.
+    excess = [name for name in stored if name not in targets and not name.endswith(".rotary_emb.inv_freq")]
+    fix = "config.json and the weights must be of one model, saved for causal language modelling"
+    for names, what in ((missing, "missing from the weights"), (excess, "in the weights, and the model has no such")):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise WeightsError(f"{names[0]}{more} is {what}", fix=fix, where=str(folder))
+    for name, target in targets.items():
+        if name in stored and stored[name] != tuple(target.shape):
+            what = f"{name} is {stored[name]} in the weights, and {tuple(target.shape)} in the model"
+            raise WeightsError(what, fix=fix, where=str(folder))
+
+
+def _tensors(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """A file's tensors, one after the other."""
+    name = ""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        what = f"{path.name} is damaged{f' at {name}' if name else ''}: {error}"
+        raise WeightsError(what, fix=_AGAIN, where=str(path)) from None
+
+
+def save(
+    state: Mapping[str, Tensor],
+    shape: Model,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    max_positions: int,
+    eos: int | None = None,
+    like: Path | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model as a directory that transformers and everything akin to it reads. It appears whole or not at all.
+
+    Args:
+        state: the model's parameters by name.
+        shape: the [model] knobs.
+        folder: where to; it may exist, but empty.
+        dtype: the type to store weights in.
+        max_positions: longest context, in tokens.
+        eos: end-of-document token; None: not known.
+        like: the directory the weights came from. Its files' division and its other configuration are kept, and tensors
+            it stores in another type than most stay in it: weights loaded and saved again give the same bytes.
+        shard_bytes: largest file, unless `like` says where tensors go or one tensor is larger.
+
+    Raises:
+        UsageError: the folder is not empty.
+        WeightsError: no family has this shape, or `like` cannot be read.
+        StorageError: it could not be written; nothing is left of it.
+
+    Not covered: the tokeniser, which the caller writes beside it.
+    """
+    before = read_json(like / "config.json") if like else {}
+    content = {"config.json": written(shape, dtype, max_positions, eos, before)}
+    about = like / "generation_config.json" if like else None
+    generation = read_json(about) if about and about.exists() else {}
+    if generation or eos is not None:
+        ends = with_eos(generation.get("eos_token_id"), eos)
+        content["generation_config.json"] = generation | ({} if ends is None else {"eos_token_id": ends})
+    tensors = {_published(name): tensor for name, tensor in state.items()}
+    if shape.tie_embeddings:
+        tensors.pop(_HEAD, None)
+    shards = _like(tensors, shape, like, dtype) if like else None
+    shards = shards or _divided(tensors, dtype, shard_bytes)
+    if shape.tie_embeddings:  # for a directory that stores it twice
+        tensors[_HEAD] = tensors[_published("embed_tokens.weight")]
+    if [shard.name for shard in shards] != [_SINGLE]:
+        content[_INDEX] = _index(shards, sum(parameter.numel() for name, parameter in state.items() if name != _HEAD or not shape.tie_embeddings))  # fmt: skip
+    _write(folder.absolute(), shards, tensors, content)
