@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from outlast.config import Model
 from outlast.model import rotary
 from outlast.model.loss import loss, sum_dtype
+from outlast.model.pointwise import gated, rms_norm
 from outlast.model.randomness import dropout_mask, fill_normal, key_of
 
 
@@ -97,7 +98,7 @@ class Seams:
 
 
 class Norm(nn.Module):
-    """Root-mean-square norm, in float32 or above. Source: Zhang and Sennrich 2019 (arXiv 1910.07467) equation 4."""
+    """Root-mean-square norm with a scale a channel."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -106,9 +107,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch D"]:
         """Normalise the last axis."""
-        exact = x.to(sum_dtype(x.dtype))
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return (exact * scale * self.weight).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Dropout:
@@ -161,7 +160,7 @@ class FeedForward(nn.Module):
     def forward(self, x_BSD: Tensor, seams: Seams) -> Tensor:
         """Mix the channels of (B S D) along D."""
         gate_BSF, up_BSF = seams.project_in(x_BSD, (self.gate_proj, self.up_proj))
-        return seams.project_out(F.silu(gate_BSF) * up_BSF, self.down_proj)
+        return seams.project_out(gated(gate_BSF, up_BSF), self.down_proj)
 
 
 class Block(nn.Module):

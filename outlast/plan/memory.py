@@ -57,6 +57,26 @@ def state(shape: Model, dtype: str, optimizer: str) -> StateBytes:
     return StateBytes(all_of_them * each, all_of_them * each, moments * each)
 
 
+def activations(shape: Model, dtype: str, sequences: int, length: int) -> int:
+    """Bytes kept from the forward to the backward pass of one rank's micro-batch, dropout off, several documents a sample.
+
+    A block keeps, for each token: its input and the input of its second norm, both norms' outputs (4 D); queries and
+    attention's output, twice where documents are attended to one by one and then joined (3 H K); keys and values
+    (2 G K); gate, up and their product (3 F); all in the compute type. And in float32 or above the two norms' scales
+    and attention's log-sum-exp a head. Under bfloat16 also each weight as it was multiplied. Around the blocks: tokens,
+    cosines and sines, the last norm's input, and the loss's gradients of hidden states and output projection.
+    """
+    each, exact = BYTES[dtype], max(BYTES[dtype], BYTES["float32"])
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    block = each * (4 * shape.hidden_size + 3 * query + 2 * key + 3 * shape.intermediate_size) + exact * (
+        2 + shape.num_heads
+    )
+    around = each * 2 * shape.hidden_size + exact + BYTES["float32"] * shape.head_dim + 8
+    cast = each * parameters(shape)["matrices"] if each < exact else 0
+    gradient = exact * shape.vocab_size * shape.hidden_size
+    return sequences * length * (shape.num_layers * block + around) + cast + gradient
+
+
 def flops_per_token(shape: Model, sequence_length: int) -> int:
     """Operations of the model to learn from one token, forward and backward, recomputation not counted.
 

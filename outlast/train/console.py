@@ -42,6 +42,7 @@ def opening(console: Console, settled: Settled, groups: list[Group], saved: Save
     run, data, shape = settled.run, settled.corpus, settled.run.model
     batch, count = settings.batch_sequences(run), memory.parameters(shape)
     state = memory.state(shape, run.train.dtype, run.optim.name)
+    kept = memory.activations(shape, run.train.dtype, min(batch, run.train.micro_batch), run.data.sequence_length)
     train_tokens, held_tokens = (sum(len(s) for s in part) for part in _parts(settled))
     damaged = f", {data.damaged} damaged passed over" if data.damaged else ""
     why = {
@@ -58,8 +59,8 @@ def opening(console: Console, settled: Settled, groups: list[Group], saved: Save
         ("data", f"{size(train_tokens, 'tokens')} to learn from, {size(held_tokens, 'tokens')} held out, {settled.tokenizer.name}{damaged}"),
         ("model", f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads of "
                   f"{shape.head_dim}, {size(sum(count.values()), 'parameters')}, all of them active"),
-        ("memory", f"{size(state.total)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
-                   f"moments {size(state.moments)}; activations come on top"),
+        ("memory", f"{size(state.total + kept)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
+                   f"moments {size(state.moments)}, activations {size(kept)}"),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences"),
         ("schedule", f"{run.train.steps} steps, lr {run.optim.lr:g}, {run.schedule.name} after {run.schedule.warmup} of warmup"),
