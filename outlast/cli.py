@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code.
     """
+    config.let_threads_sleep()
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -132,7 +133,8 @@ def read_run(command: type, args: Sequence[str], verb: str) -> tuple[Any, Callab
             default = config.replaced(command(), start | shape | in_file)
             run = settings.read_command_line(command, words, default, f"outlast {verb}")
             for key, theirs in shape.items():
-                if config.value(run, key) != theirs:
+                # The context may be stretched; all else the weights were made for.
+                if config.value(run, key) != theirs and not key.startswith("model.rope_"):
                     raise UsageError(
                         f"{key} is {config.value(run, key)}, and the weights in {run.model.weights} have {theirs}",
                         fix="leave it out: the shape is read from the weights",

@@ -301,6 +301,15 @@ def cache_folder(data: Data) -> Path:
     return Path(os.path.expandvars(data.cache)).expanduser()
 
 
+def let_threads_sleep() -> None:
+    """Let the CPU kernels' threads sleep while they wait for each other, unless the user has chosen. Before torch is loaded.
+
+    By default they spin: on a core that something else wants too, the thread that others spin for does not get to run.
+    Source: benchmarks/busy_core.py: a training step beside one busy process, sleeping against spinning.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def usable_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

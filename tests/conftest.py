@@ -5,6 +5,9 @@ import subprocess
 
 from jaxtyping import install_import_hook
 
+from outlast import config
+
+config.let_threads_sleep()  # before torch is loaded
 install_import_hook("outlast.model", "beartype.beartype")
 
 import pytest  # noqa: E402

@@ -21,15 +21,16 @@ from torch import Tensor
 from outlast import records
 from outlast.config import Model
 from outlast.errors import UsageError, WeightsError
-from outlast.model.hf_config import read_json, read_shape, with_eos, written
+from outlast.model.hf_config import family, read_json, read_shape, with_eos, written
 from outlast.model.transformer import Transformer
 
-__all__ = ["load", "read_shape", "save", "tensor_dtype"]
+__all__ = ["family", "load", "read_shape", "save", "tensor_dtype"]
 
 _DTYPES: Final = (("F64", torch.float64), ("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16))
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "model.embed_tokens.weight"
 _AGAIN: Final = "download or copy it again"
 
 
@@ -170,13 +171,13 @@ def _compare(shards: list[_Shard], targets: Mapping[str, Tensor], shape: Model, 
 
 def _tensors(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """A file's tensors, one after the other."""
-    name = ""
+    reading = "its header"
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in names:
-                yield name, file.get_tensor(name)
+            for reading in names:
+                yield reading, file.get_tensor(reading)
     except (SafetensorError, OSError) as error:
-        what = f"{path.name} is damaged{f' at {name}' if name else ''}: {error}"
+        what = f"{path.name} is damaged at {reading}: {error}"
         raise WeightsError(what, fix=_AGAIN, where=str(path)) from None
 
 
@@ -221,10 +222,96 @@ def save(
     tensors = {_published(name): tensor for name, tensor in state.items()}
     if shape.tie_embeddings:
         tensors.pop(_HEAD, None)
-    shards = _like(tensors, shape, like, dtype) if like else None
-    shards = shards or _divided(tensors, dtype, shard_bytes)
-    if shape.tie_embeddings:  # for a directory that stores it twice
-        tensors[_HEAD] = tensors[_published("embed_tokens.weight")]
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    shards = (_as_before(tensors, shape, like, dtype) if like else None) or _divided(tensors, dtype, shard_bytes)
+    if shape.tie_embeddings:  # some directories store it twice
+        tensors[_HEAD] = tensors[_EMBEDDING]
     if [shard.name for shard in shards] != [_SINGLE]:
-        content[_INDEX] = _index(shards, sum(parameter.numel() for name, parameter in state.items() if name != _HEAD or not shape.tie_embeddings))  # fmt: skip
+        content[_INDEX] = _index(shards, parameters)
     _write(folder.absolute(), shards, tensors, content)
+
+
+def _as_before(tensors: Mapping[str, Tensor], shape: Model, like: Path, dtype: torch.dtype) -> list[_Shard] | None:
+    """The files of the directory the weights came from; None where they have no place for some tensor."""
+    before = _shards(like)
+    bulk, known = _bulk_dtype(before), {*tensors, *([_HEAD] if shape.tie_embeddings else [])}
+    shards = [
+        _Shard(
+            shard.name,
+            shard.metadata,
+            {
+                name: (dtype if theirs == bulk else theirs, tuple(tensors.get(name, tensors[_EMBEDDING]).shape))
+                for name, (theirs, _) in shard.tensors.items()
+                if name in known
+            },
+        )
+        for shard in before
+    ]
+    placed = {name for shard in shards for name in shard.tensors}
+    return [shard for shard in shards if shard.tensors] if placed >= tensors.keys() else None
+
+
+def _divided(tensors: Mapping[str, Tensor], dtype: torch.dtype, most: int) -> list[_Shard]:
+    """Files of at most so many bytes, filled in the model's order, each sorted by name as the library sorts."""
+    parts: list[list[str]] = [[]]
+    room = most
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        if size > room and parts[-1]:
+            parts.append([])
+            room = most
+        parts[-1].append(name)
+        room -= size
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    return [
+        _Shard(name, {"format": "pt"}, {tensor: (dtype, tuple(tensors[tensor].shape)) for tensor in sorted(part)})
+        for name, part in zip(names if len(parts) > 1 else [_SINGLE], parts, strict=True)
+    ]
+
+
+def _index(shards: list[_Shard], parameters: int) -> dict[str, Any]:
+    """Which file holds which tensor."""
+    held = [(name, shard.name, *stored) for shard in shards for name, stored in shard.tensors.items()]
+    size = sum(dtype.itemsize * math.prod(shape) for _, _, dtype, shape in held)
+    return {
+        "metadata": {"total_parameters": parameters, "total_size": size},
+        "weight_map": {name: file for name, file, _, _ in held},
+    }
+
+
+def _write(folder: Path, shards: list[_Shard], tensors: Mapping[str, Tensor], content: dict[str, Any]) -> None:
+    """Write everything to a hidden folder, make it durable, and give it its name."""
+    half = folder.with_name(f".{folder.name}.{os.getpid()}.half")
+    with records.storage_errors("cannot write the model directory", folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            what = f"{folder} is not empty" if folder.is_dir() else f"{folder} is a file"
+            raise UsageError(what, fix="name a new folder: nothing is written over")
+        try:
+            half.mkdir(parents=True)
+            for shard in shards:
+                _write_shard(half / shard.name, shard, tensors)
+            for name, about in content.items():
+                (half / name).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            for path in (*half.iterdir(), half):
+                records.fsync(path)
+            half.rename(folder)
+            records.fsync(folder.parent)
+        finally:
+            shutil.rmtree(half, ignore_errors=True)
+
+
+def _write_shard(path: Path, shard: _Shard, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file, cast tensor by tensor; the library's own writer wants all of a file's tensors in memory."""
+    named = {dtype: name for name, dtype in _DTYPES}
+    header: dict[str, Any] = {"__metadata__": shard.metadata} if shard.metadata else {}
+    end = 0
+    for name, (dtype, shape) in shard.tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": named[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, _) in shard.tensors.items():
+            plain = tensors[name].detach().to("cpu", dtype).contiguous().flatten()
+            file.write(plain.view(torch.uint8).numpy().data)

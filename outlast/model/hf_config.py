@@ -107,7 +107,8 @@ def read_shape(folder: Path) -> dict[str, Any]:
         what = f"model_type {family!r} is not a family outlast computes"
         raise WeightsError(what, fix=f"known: {', '.join(known)}", where=str(path))
     keys.only(_ONLY)
-    for kind in keys.content.get("layer_types") or ():
+    kinds = keys.content.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind != "full_attention":
             what = f"layer_types has {kind!r}, and only 'full_attention' is computed here"
             raise WeightsError(what, fix=_ADVICE, where=str(path))
@@ -147,29 +148,32 @@ def _read_rope(keys: _Keys) -> dict[str, Any]:
     if kind not in kinds:
         what = f"rope_type {kind!r} is not computed here"
         raise WeightsError(what, fix=f"known: {', '.join(kinds)}", where=rope.where)
-    knobs = {
-        "rope_theta": rope.get("rope_theta", float, keys.get("rope_theta", float, 10000.0)),
-        "rope_scaling": dict(_ROPE_KINDS)[kind],
-    }
-    if kind != "default":
-        knobs["rope_factor"] = rope.get("factor", float)
-    if kind in ("llama3", "yarn"):
-        beside = keys if keys.content.get(_ORIGINAL) is not None else rope
-        implied = keys.content.get("max_position_embeddings")
-        knobs["rope_original"] = beside.get(_ORIGINAL, int, implied if type(implied) is int else None)
+    theta = rope.get("rope_theta", float, keys.get("rope_theta", float, 10000.0))
+    return {"rope_theta": theta, "rope_scaling": dict(_ROPE_KINDS)[kind]} | _read_stretch(kind, rope, keys)
+
+
+def _read_stretch(kind: str, rope: _Keys, keys: _Keys) -> dict[str, Any]:
+    """The knobs of one kind of scaling, with what transformers takes where a key is left out."""
+    if kind == "default":
+        return {}
+    factor = {"rope_factor": rope.get("factor", float)}
+    if kind == "linear":
+        return factor
+    beside = keys if keys.content.get(_ORIGINAL) is not None else rope
+    implied = keys.content.get("max_position_embeddings")
+    original = {"rope_original": beside.get(_ORIGINAL, int, implied if type(implied) is int else None)}
     if kind == "llama3":
         low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
         if low >= high:
             what = f"low_freq_factor {low} is not below high_freq_factor {high}"
             raise WeightsError(what, fix="set them as they were published", where=rope.where)
-        knobs |= {"rope_low": low, "rope_high": high}
-    if kind == "yarn":
-        if content.get("attention_factor") == 0:
-            raise WeightsError("attention_factor is 0", fix="leave it out, or set it as published", where=rope.where)
-        # As in transformers, a zero among these two means the default.
-        low, high = rope.get("beta_slow", float, 1.0) or 1.0, rope.get("beta_fast", float, 32.0) or 32.0
-        knobs |= {"rope_low": low, "rope_high": high, "rope_attention": rope.get("attention_factor", float, 0.0)}
-    return knobs
+        return factor | original | {"rope_low": low, "rope_high": high}
+    attention = rope.get("attention_factor", float, 0.0)
+    if not attention and rope.content.get("attention_factor") is not None:
+        raise WeightsError("attention_factor is 0", fix="leave it out, or set it as published", where=rope.where)
+    # A zero among the next two means the default.
+    low, high = rope.get("beta_slow", float, 1.0) or 1.0, rope.get("beta_fast", float, 32.0) or 32.0
+    return factor | original | {"rope_low": low, "rope_high": high, "rope_attention": attention}
 
 
 def written(
@@ -188,7 +192,7 @@ def written(
     Raises:
         WeightsError: no published family computes this shape.
     """
-    family = _family(shape)
+    kind = _needed_family(shape)
     named = str(dtype).removeprefix("torch.")
     rope = _written_rope(shape)
     if "rope_parameters" in before:
@@ -196,13 +200,19 @@ def written(
     else:
         stretched = None if shape.rope_scaling == "none" else rope
         form = {"torch_dtype": named, "rope_theta": shape.rope_theta, "rope_scaling": stretched}
-    biases = {"attention_bias": shape.out_bias} if family != "qwen2" else {}
-    biases |= {"mlp_bias": shape.mlp_bias} if family == "llama" else {}
-    kept = {"bos_token_id": None, "pad_token_id": None, "hidden_act": "silu", "attention_dropout": 0.0, "use_cache": True}
+    biases = {"attention_bias": shape.out_bias} if kind != "qwen2" else {}
+    biases |= {"mlp_bias": shape.mlp_bias} if kind == "llama" else {}
+    kept = {
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
     kept |= {key: value for key, value in before.items() if key not in _REWRITTEN}
     own = {
-        "architectures": [dict(_ARCHITECTURES)[family]],
-        "model_type": family,
+        "architectures": [dict(_ARCHITECTURES)[kind]],
+        "model_type": kind,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -223,21 +233,25 @@ def with_eos(before: Any, eos: int | None) -> Any:
     return before if eos is None or before == eos or (isinstance(before, list) and eos in before) else eos
 
 
-def _family(shape: Model) -> str:
-    """The one family that computes a shape."""
-    same, qwen = shape.qkv_bias == shape.out_bias, not shape.mlp_bias
-    if same and not shape.qk_norm:
-        if shape.hidden_size % shape.num_heads:
-            what = f"hidden_size {shape.hidden_size} is not a multiple of {shape.num_heads} heads"
-            raise WeightsError(f"{what}, which Llama directories want", fix="qwen2 and qwen3 shapes need not have it")
+def family(shape: Model) -> str | None:
+    """The one family that computes a shape: llama, qwen2 or qwen3; None where none does."""
+    same = shape.qkv_bias == shape.out_bias
+    if same and not shape.qk_norm and shape.hidden_size % shape.num_heads == 0:
         return "llama"
-    if qwen and shape.qkv_bias and not shape.out_bias and not shape.qk_norm:
+    if shape.qkv_bias and not (shape.out_bias or shape.qk_norm or shape.mlp_bias):
         return "qwen2"
-    if qwen and same and shape.qk_norm:
-        return "qwen3"
+    return "qwen3" if same and shape.qk_norm and not shape.mlp_bias else None
+
+
+def _needed_family(shape: Model) -> str:
+    if found := family(shape):
+        return found
     knobs = ", ".join(f"{knob}={getattr(shape, knob)}" for knob in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias"))
-    fix = "llama: no qk_norm, qkv_bias as out_bias; qwen2: qkv_bias alone; qwen3: qk_norm, qkv_bias as out_bias, no mlp_bias"
-    raise WeightsError(f"no family of Hugging Face directories has {knobs}", fix=fix)
+    raise WeightsError(
+        f"no family of Hugging Face directories has {knobs} with hidden_size {shape.hidden_size} and {shape.num_heads} heads",
+        fix="llama: no qk_norm, qkv_bias as out_bias, hidden_size a multiple of the heads; qwen2: qkv_bias alone; "
+        "qwen3: qk_norm, qkv_bias as out_bias, no mlp_bias",
+    )
 
 
 def _written_rope(shape: Model) -> dict[str, Any]:

@@ -34,6 +34,8 @@ def loss(
     Not covered: gradients of gradients.
     """
     learned = targets_BS != IGNORED
+    if not torch.is_grad_enabled():  # a Function is told what could have a gradient, not whether one is wanted
+        hidden_BSD, weight_VD = hidden_BSD.detach(), weight_VD.detach()
     return _LinearCrossEntropy.apply(hidden_BSD[learned], weight_VD, targets_BS[learned])
 
 

@@ -101,4 +101,5 @@ def dropout_mask(
     fours = torch.arange(-(-channels // 4), device=samples_B.device)
     rows_BS = mixed(mixed(key + samples_B * _STEP)[:, None] + positions_S * _STEP)
     bits = mixed(rows_BS[:, :, None] ^ mixed(key ^ (fours * _STEP)))
-    return bits.view(torch.int16)[..., :channels] >= round(probability * 2**16) - 2**15
+    least = min(round(probability * 2**16), 2**16 - 1) - 2**15  # 2^15 itself would wrap around and keep all
+    return bits.view(torch.int16)[..., :channels] >= least

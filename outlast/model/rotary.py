@@ -34,7 +34,7 @@ def frequencies(shape: Model) -> tuple[Float[Tensor, "half"], float]:
             low, high = _pair_turning(shape, shape.rope_high), _pair_turning(shape, shape.rope_low)
             low, high = max(math.floor(low), 0), min(math.ceil(high), shape.head_dim - 1)
             pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
-            keep = 1 - ((pairs - low) / ((high - low) or 1e-3)).clamp(0, 1)
+            keep = 1 - ((pairs - low) / ((high - low) or 1)).clamp(0, 1)
             factor = shape.rope_attention or 0.1 * math.log(max(shape.rope_factor, 1.0)) + 1.0
             return 1.0 / (shape.rope_factor * powers) * (1 - keep) + plain * keep, factor
 

@@ -75,6 +75,6 @@ def _chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch
 
 def text(trained: Trained, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int) -> str:
     """Continue a text. An empty prompt begins a document, as after the end of another."""
-    ids = [int(i) for i in trained.tokenizer.encode([prompt])[0]] or [trained.tokenizer.eos]
+    ids = [*trained.tokenizer.prefix, *map(int, trained.tokenizer.encode([prompt])[0])] or [trained.tokenizer.eos]
     made = tokens(trained.model, ids, max_tokens, temperature, top_p, seed, trained.tokenizer.eos)
     return trained.tokenizer.decode(list(made))

@@ -66,6 +66,8 @@ def export(trained: Trained, into: Path) -> None:
     like = Path(trained.run.model.weights) if trained.run.model.weights else None
     dtype = hf.tensor_dtype(like) if like else torch.float32
     state = dict(trained.model.named_parameters())
-    length = max(trained.run.data.sequence_length, trained.run.model.rope_original)
-    hf.save(state, trained.run.model, into, dtype, max_positions=length, eos=trained.tokenizer.eos, like=like)
+    shape, length = trained.run.model, trained.run.data.sequence_length
+    if shape.rope_scaling in ("llama3", "yarn"):
+        length = max(length, round(shape.rope_original * shape.rope_factor))
+    hf.save(state, shape, into, dtype, max_positions=length, eos=trained.tokenizer.eos, like=like)
     trained.tokenizer.save(into)

@@ -11,6 +11,7 @@ import outlast
 from outlast import settings
 from outlast.checkpoint.store import Saved
 from outlast.layout import degrees, passes
+from outlast.model import hf
 from outlast.plan import memory
 from outlast.train.loop import Ending
 from outlast.train.optimizer import Group
@@ -59,6 +60,7 @@ def opening(console: Console, settled: Settled, groups: list[Group], saved: Save
         ("data", f"{size(train_tokens, 'tokens')} to learn from, {size(held_tokens, 'tokens')} held out, {settled.tokenizer.name}{damaged}"),
         ("model", f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads of "
                   f"{shape.head_dim}, {size(sum(count.values()), 'parameters')}, all of them active"),
+        ("export", hf.family(shape) or "no Hugging Face family has this shape: it cannot be exported"),
         ("memory", f"{size(state.total + kept)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
                    f"moments {size(state.moments)}, activations {size(kept)}"),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "

@@ -24,12 +24,11 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("cut", range(1, 10))
+@pytest.mark.parametrize(
+    ("optimizer", "cut"), [*(("adamw", cut) for cut in range(1, 10)), *(("muon", cut) for cut in (1, 4, 9))]
+)
 def test_every_cut(whole, tmp_path, cut, optimizer):
     if optimizer == "muon":
-        if cut not in (1, 4, 9):
-            pytest.skip("muon at three cuts")
         whole = tmp_path / "whole"
         assert runs.train(whole, *HARD, "--optim.name", "muon") == 0
     more = [*HARD, "--optim.name", optimizer]
