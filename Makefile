@@ -24,11 +24,11 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
-	$(BIN)/cog --check README.md docs/*.md
+	$(BIN)/cog --check -I docs README.md docs/*.md
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 docs: .venv/installed
-	$(BIN)/cog -r README.md docs/*.md
+	$(BIN)/cog -r -I docs README.md docs/*.md

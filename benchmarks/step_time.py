@@ -31,7 +31,14 @@ CASES = {
     "4 layers x 256, vocabulary 4,096, 8 x 512 tokens": (replace(Model(), vocab_size=4096), 8, 512),
     "8 layers x 512, vocabulary 32,000, 2 x 512 tokens": (
         replace(
-            Model(), vocab_size=32000, hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=4, tie_embeddings=False
+            Model(),
+            vocab_size=32000,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_layers=8,
+            num_heads=8,
+            num_kv_heads=4,
+            tie_embeddings=False,
         ),
         2,
         512,
@@ -97,7 +104,9 @@ def products(shape: Model, batch: int, length: int) -> Callable[[], None]:
     """The step's matrix products alone: what no rearrangement of the rest could go below."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     d, f = shape.hidden_size, shape.intermediate_size
-    sizes = [(d, query), (d, key), (d, key), (query, d), (d, f), (d, f), (f, d)] * shape.num_layers + [(d, shape.vocab_size)]
+    sizes = [(d, query), (d, key), (d, key), (query, d), (d, f), (d, f), (f, d)] * shape.num_layers + [
+        (d, shape.vocab_size)
+    ]
     pairs = [(torch.randn(batch * length, i), torch.randn(o, i), torch.randn(batch * length, o)) for i, o in set(sizes)]
     by_size = dict(zip(set(sizes), pairs, strict=True))
 

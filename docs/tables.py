@@ -30,9 +30,17 @@ def knobs() -> None:
         before, section = section, knob.key.rpartition(".")[0]
         name = knob.key.rpartition(".")[2]
         if section != before:
-            cog.outl(f"\n## [{section}]\n\n| knob | default | result | what |\n|---|---|---|---|" if section else "\n| knob | default | result | what |\n|---|---|---|---|")
+            cog.outl(
+                f"\n## [{section}]\n\n| knob | default | result | what |\n|---|---|---|---|"
+                if section
+                else "\n| knob | default | result | what |\n|---|---|---|---|"
+            )
         default = json.dumps(list(knob.default) if isinstance(knob.default, tuple) else knob.default)
-        choices = f" One of {', '.join(f'`{c}`' for c in get_args(knob.type))}." if str(get_origin(knob.type)) == "typing.Literal" else ""
+        choices = (
+            f" One of {', '.join(f'`{c}`' for c in get_args(knob.type))}."
+            if str(get_origin(knob.type)) == "typing.Literal"
+            else ""
+        )
         cog.outl(f"| `{name}` | `{default}` | {'yes' if knob.result else ''} | {knob.help}{choices} |")
 
 

@@ -191,6 +191,7 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
         console.print(records.run_file(settled.run), highlight=False, soft_wrap=True, markup=False)
         say.opening(console, settled, start.dry_groups(settled), Store(folder / "checkpoints", 1).newest())
         return errors.DONE
+    last = settled.run.train.stop_at or settled.run.train.steps
     training = start.open_run(settled)
     try:
         say.opening(console, settled, training.optimizer.groups, training.saved)
@@ -199,6 +200,11 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
             watchers.Record(training),
             say.Lines(console, settled.run.train.steps),
         ]
+        if profile and last - training.step < watchers.Trace.STEPS:
+            raise UsageError(
+                f"--profile takes {watchers.Trace.STEPS} steps, and {last - training.step} are left",
+                fix="profile an earlier part, or a longer run",
+            )
         if profile:
             lookers.append(watchers.Trace(folder / "trace.json", training.step + 1))
         ending = loop.train(training, lookers)
@@ -281,7 +287,8 @@ def demo(args: Sequence[str]) -> int:
     if args:
         raise UsageError("outlast demo takes nothing", fix="outlast train takes settings")
     folder = next(path for n in range(1, 10_000) if not (path := Path(f"runs/demo-{n}")).exists())
-    run = config.replaced(Run(), {"folder": str(folder)})
+    chosen = {"data.tokenizer": "bpe", "optim.lr": 3e-3, "train.steps": 150, "eval.every": 50, "eval.samples": 32}
+    run = config.replaced(Run(), {"folder": str(folder)} | chosen)
     code = run_training(run, dry_run=False, profile=False)
     if code == errors.DONE:
         from outlast.serve import generate as serving

@@ -22,11 +22,11 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, log: Log, settings: dict[str, Any]) -> None:
+        self._tensorboard = _tensorboard(folder) if log.tensorboard else None
+        self._wandb = _wandb(folder, log.wandb, settings) if log.wandb else None
         self.path = folder / "metrics.jsonl"
         with storage_errors("cannot open the metrics", self.path):
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  held as long as the run
-        self._tensorboard = _tensorboard(folder) if log.tensorboard else None
-        self._wandb = _wandb(folder, log.wandb, settings) if log.wandb else None
 
     def write(self, step: int, numbers: dict[str, float | None]) -> None:
         """Keep a step's numbers; None is what could not be measured.

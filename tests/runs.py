@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +18,9 @@ SHAPE = [
 
 def corpus(folder: Path, documents: int = 60, seed: int = 0) -> Path:
     """A folder of short texts of many lengths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        return folder
+    folder.mkdir(parents=True)
     draw = random.Random(seed)
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
     for i in range(documents):
@@ -25,11 +28,11 @@ def corpus(folder: Path, documents: int = 60, seed: int = 0) -> Path:
     return folder
 
 
-def arguments(tmp_path: Path, *more: str, name: str = "run") -> list[str]:
+def arguments(tmp_path: Path, *more: str, name: str = "run", shape: Sequence[str] = SHAPE) -> list[str]:
     """The words of `outlast train` for a tiny run in tmp_path / name; what comes later overrides."""
     return [
         "train", "--folder", str(tmp_path / name), "--data.sources", str(corpus(tmp_path / "corpus")),
-        "--data.cache", str(tmp_path / "cache"), "--data.sequence-length", "32", "--data.held-out", "0.1", *SHAPE,
+        "--data.cache", str(tmp_path / "cache"), "--data.sequence-length", "32", "--data.held-out", "0.1", *shape,
         "--train.steps", "10", "--train.batch", "4", "--schedule.warmup", "2", "--optim.lr", "0.01",
         "--train.threads", "1", "--eval.samples", "4", *more,
     ]  # fmt: skip

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import runs
 
+import runs
 from outlast import cli
 from outlast.journal import Journal
 

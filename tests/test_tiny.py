@@ -3,7 +3,6 @@
 import json
 
 import runs
-
 from outlast import cli
 
 

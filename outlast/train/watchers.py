@@ -1,7 +1,7 @@
 """Those who look on while a run trains: each is told three times a step, and none is known to the loop by name."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -71,21 +71,23 @@ class Finite:
 
 
 class Trace:
-    """Watcher: a profiler's trace of three steps, the first two left to warm up, in Chrome's format."""
+    """Watcher: a profiler's trace of the last three of five steps, in Chrome's format."""
+
+    STEPS: Final = 5
 
     def __init__(self, path: Path, first: int) -> None:
-        self.path, self.first, self.profile = path, first + 2, torch.profiler.profile()
+        self.path, self.last, self.profile = path, first + self.STEPS - 1, torch.profiler.profile()
 
     def batch(self, step: int, work: Step) -> None:
-        """Begin at the first step."""
-        if step == self.first:
+        """Begin where the third last step begins."""
+        if step == self.last - 2:
             self.profile.start()
 
     def gradients(self, step: int, loss: float, norm: float) -> None:
         """Nothing."""
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
-        """End after the third, and write it."""
-        if step == self.first + 2:
+        """Write it after the last."""
+        if step == self.last:
             self.profile.stop()
             self.profile.export_chrome_trace(str(self.path))

@@ -157,10 +157,12 @@ def test_a_text_is_a_document_as_it_stands(tmp_path):
     assert all(piece.learn and not piece.marker for piece in document.pieces)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
     assert told(read(put(tmp_path / "a.txt", b"\xef\xbb\xbfab"))) == ["ab"]
     assert told(read(put(tmp_path / "a.txt", "ab\ufeff"))) == ["ab\ufeff"]
     assert told(read(put(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "ab"}'))) == ["ab"]
+    monkeypatch.setattr(sources, "STRETCH", 2)
+    assert told(read(put(tmp_path / "a.txt", "ab\n\ufeffcd"))) == ["ab\n", "\ufeffc", "d"]
 
 
 def test_an_empty_text_is_an_empty_document(tmp_path):
@@ -433,4 +435,14 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match=r"reading \.parquet needs pyarrow\n  install it with: pip install 'outlast\[parquet\]'"
     ):
+        read(path)
+
+
+def test_a_disk_that_fails_is_no_damaged_parquet(tmp_path, monkeypatch):
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    path = parquet(tmp_path / "a.parquet", text=["a"])
+    monkeypatch.setattr(pq, "ParquetFile", failing)
+    with pytest.raises(DataError, match=r"cannot read .*a\.parquet: Input/output error"):
         read(path)

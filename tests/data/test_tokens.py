@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -80,6 +80,8 @@ def test_by_hand(tmp_path):
         0,
         0,
     )
+    manifest = json.loads((corpus.folder / "manifest.json").read_text())
+    assert [count for _, count in manifest["groups"][0]["train"]["files"]] == [1, 2, 1]
     assert [Path(stream.file_of(i)).name for i in range(4)] == ["a.txt", "b.jsonl", "b.jsonl", "d.txt"]
     assert (corpus.damaged, corpus.first_damaged, corpus.empty) == (0, [], 2)
     assert corpus.bytes == sum(path.stat().st_size for path in (tmp_path / "corpus").iterdir())
@@ -165,6 +167,7 @@ def test_what_the_tokenizer_puts_first_begins_each_document_and_only_it(tmp_path
     assert learn == [True] * 16 + [False, False, True, True]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text(st.sampled_from("ab\né"), min_size=1, max_size=30), min_size=1, max_size=6), st.integers(1, 9))
 def test_streams_are_read_across_files_as_written(tmp_path_factory, documents, shard):
     tmp_path = tmp_path_factory.mktemp("t")
@@ -229,15 +232,17 @@ def test_sources_with_weights_are_groups(tmp_path):
 
 def test_equal_texts_are_on_one_side_whatever_file_they_are_in(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "STRETCH", 1 << 15)
-    said = [f"document {i}\n" * (1 + i % 5) for i in range(200)] + ["a long one\n" * 20_000, "b long one\n" * 20_000]
+    said = [f"document {i}\n" * (1 + i % 5) for i in range(200)]
+    said += ["".join(f"{letter} {i}\n" for i in range(20_000)) for letter in "abcdefgh"]
     files = {f"{i}_txt": text for i, text in enumerate(said)}
-    put(tmp_path / "corpus", **files, records_jsonl=[{"text": text} for text in reversed(said)])
+    parted = [{"prompt": text[:20_000], "completion": text[20_000:]} for text in said]
+    put(tmp_path / "corpus", **files, records_jsonl=[{"text": text} for text in reversed(said)], parted_jsonl=parted)
     (group,) = prepare(knobs(tmp_path, held_out=0.3), BYTES).groups
     train, held_out = texts(group.train), texts(group.held_out)
     assert not set(train) & set(held_out)
-    assert sorted(train + held_out) == sorted(said * 2)
-    # 202 different documents, 0.3 of them give or take four deviations of sqrt(202 * 0.3 * 0.7)
-    assert abs(len(set(held_out)) - 60.6) < 4 * 6.5
+    assert sorted(train + held_out) == sorted(said * 3)
+    # 208 different documents, 0.3 of them give or take four deviations of sqrt(208 * 0.3 * 0.7)
+    assert abs(len(set(held_out)) - 62.4) < 4 * 6.6
 
 
 def test_a_document_stays_on_its_side_as_the_corpus_grows(tmp_path):

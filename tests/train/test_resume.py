@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-import runs
 
+import runs
 from outlast import config, settings
 from outlast.config import Run
 from outlast.data import batches
