@@ -224,6 +224,7 @@ def tokenize(args: Sequence[str]) -> int:
     run, origin = read_run(TokenizeCommand, args, "tokenize")
     from rich.console import Console
 
+    from outlast.data.batches import Feed
     from outlast.data.tokens import open_tokenizer, prepare
     from outlast.train import console as say
 
@@ -233,10 +234,13 @@ def tokenize(args: Sequence[str]) -> int:
         with progress(console) as report:
             tokenizer = open_tokenizer(run.data, run.model.weights)
             corpus = prepare(run.data, tokenizer, report)
+        feed = Feed(corpus, run.data, run.train.seed, tokenizer.eos)
     lines = [("tokeniser", f"{tokenizer.name}, {tokenizer.vocab_size} tokens"), ("fingerprint", corpus.fingerprint)]
     for group in corpus.groups:
         for name, part in (("to learn from", group.train), ("held out", group.held_out)):
             lines.append((f"{group.name}, {name}", f"{len(part):,} tokens in {part.documents:,} documents"))
+    samples = sum(map(len, feed.samples))
+    lines.append(("samples", f"{samples:,} of {run.data.sequence_length:,} tokens, {run.data.packing} packing"))
     lines.append(("damaged", f"{corpus.damaged} passed over" if corpus.damaged else "none"))
     lines += [("", f"{where}: {why}") for where, why in corpus.first_damaged]
     lines.append(("cache", str(corpus.folder)))

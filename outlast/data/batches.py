@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Final
 
 import numpy as np
 from jaxtyping import Int64
@@ -18,6 +19,8 @@ from outlast.config import Data
 from outlast.data import IGNORED
 from outlast.data.order import Order, shares
 from outlast.data.tokens import Corpus, TokenStream
+
+_STARTS_AT_ONCE: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,21 @@ class Samples:
 
     @cached_property
     def _starts(self) -> Int64[np.ndarray, "N+1"]:
-        """Packing `whole`: where each sample begins in the stream: after the last document that fit into the one before."""
-        ends, total, starts = self.stream.ends, len(self.stream), [0]
-        while starts[-1] < total:
-            reach = starts[-1] + self.length
+        """Packing `whole`: where each sample begins, and where the last one ends; kept on disk, as long as the corpus."""
+        return self.stream.kept(f"whole-{self.length}.bin", self._find_starts)
+
+    def _find_starts(self) -> Iterator[np.ndarray]:
+        """Each sample begins after the last document that fitted into the one before, or where that one was full."""
+        ends, total, found = self.stream.ends, len(self.stream), [0]
+        while found[-1] < total:
+            reach = found[-1] + self.length
             document = int(np.searchsorted(ends, reach, side="right")) - 1
             whole = int(ends[document]) if document >= 0 else 0
-            starts.append(whole if whole > starts[-1] else min(reach, total))
-        return np.array(starts)
+            found.append(whole if whole > found[-1] else min(reach, total))
+            if len(found) > _STARTS_AT_ONCE:
+                yield np.array(found[:-1])
+                found = found[-1:]
+        yield np.array(found)
 
     def __len__(self) -> int:
         return len(self._starts) - 1 if self.whole else -(-len(self.stream) // self.length)

@@ -6,7 +6,9 @@ learn-00000.bin …   a byte a token, 1 where it may be a target; only where the
 """
 
 import hashlib
+import os
 from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ class TokenStream:
     """
 
     def __init__(self, folder: Path, about: dict[str, Any], dtype: np.dtype, shard: int) -> None:
+        self._folder = folder
         self._tokens_in, self.documents, self._shard, self._dtype = about["tokens"], about["documents"], shard, dtype
         self.ends: Int64[np.ndarray, "D"] = _mapped(folder / "ends.bin", "<i8")
         self._tokens = [_mapped(path, dtype) for path in sorted(folder.glob("tokens-*.bin"))]
@@ -53,6 +56,30 @@ class TokenStream:
     def file_of(self, document: int) -> str:
         """The file that a document is from."""
         return self._files[bisect_right(self._files_upto, document)]
+
+    def kept(self, name: str, numbers: Callable[[], Iterator[np.ndarray]]) -> Int64[np.ndarray, "N"]:
+        """Numbers that follow from the stream, made at the first call and then kept beside it, memory-mapped.
+
+        Args:
+            name: of the file.
+            numbers: makes them, part by part.
+
+        Raises:
+            StorageError: they cannot be written there.
+        """
+        path = self._folder / name
+        new = path.with_name(f".{name}.{os.getpid()}.new")
+        if not path.exists():
+            with records.storage_errors(f"cannot write {name} beside the tokens", path):
+                try:
+                    with open(new, "wb") as file:
+                        for part in numbers():
+                            file.write(np.ascontiguousarray(part, dtype="<i8").data)
+                    records.fsync(new)
+                    new.replace(path)
+                finally:
+                    new.unlink(missing_ok=True)
+        return _mapped(path, "<i8")
 
     def _across(self, shards: list[np.ndarray], start: int, stop: int, dtype: np.dtype) -> np.ndarray:
         parts = [

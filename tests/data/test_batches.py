@@ -37,6 +37,9 @@ class Stream:
     def file_of(self, document):
         return f"file {document}"
 
+    def kept(self, name, numbers):
+        return np.concatenate(list(numbers()))
+
 
 def samples(stream, length, **data):
     return Samples(stream, replace(Data(), sequence_length=length, **data), PADDING)
@@ -82,6 +85,15 @@ def test_whole_packing_cuts_only_what_is_longer_than_a_sample(lengths, length):
     for document, where in parts.items():
         if lengths[document] <= length:
             assert len(where) == 1
+
+
+def test_starts_are_found_in_parts(monkeypatch):
+    draw = np.random.default_rng(0)
+    stream = Stream([int(n) for n in draw.integers(1, 30, 500)])
+    whole = samples(stream, 16, packing="whole")._starts
+    monkeypatch.setattr(batches, "_STARTS_AT_ONCE", 7)
+    assert np.array_equal(samples(stream, 16, packing="whole")._starts, whole)
+    assert (np.diff(whole) <= 16).all()
 
 
 def test_stream_packing_by_hand():
