@@ -1,7 +1,7 @@
 """outlast's tokenising against datasets' `map(batched=True)`, from the same files to token ids on disk.
 
 Both take the files of the running Python's own library, leave out damaged ones, and use the same tokenizer.json: a BPE
-of 8,192 tokens trained on them, or the bytes. Ours reads the files, tokenises, divides, hashes and makes durable in one
+of 8,192 tokens trained on them, or the bytes, opened once by each. Ours reads the files, tokenises, divides, hashes and makes durable in one
 process, in which the tokenizers library uses every core. Theirs, for each row:
 
 - *generator and map*: `Dataset.from_generator` over the files, then `map`, in one process with the same threads;
@@ -32,7 +32,7 @@ from transformers.utils import logging
 from benchmarks import measure
 from outlast.config import Data, usable_cores
 from outlast.data.sources import STRETCH, Damaged, SourceFile, documents, listing
-from outlast.data.tokens import Corpus, open_tokenizer, prepare
+from outlast.data.tokens import Corpus, Tokenizer, open_tokenizer, prepare
 
 GOALS: Final = ("ratio of ours to theirs at most 1.0, or within the spread between two runs of ours",)
 
@@ -43,7 +43,8 @@ class Bench:
 
     folder: Path
     data: Data
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Tokenizer
+    theirs: PreTrainedTokenizerFast
 
     def fresh(self) -> Path:
         """An empty folder, so that nothing is found done."""
@@ -51,8 +52,7 @@ class Bench:
 
     def ours(self) -> Corpus:
         """From files to tokens on disk."""
-        data = replace(self.data, cache=str(self.fresh()))
-        return prepare(data, open_tokenizer(data, ""))
+        return prepare(replace(self.data, cache=str(self.fresh())), self.tokenizer)
 
     def texts(self) -> datasets.Dataset:
         """The files' texts in Arrow."""
@@ -64,7 +64,7 @@ class Bench:
         """Token ids of texts, in a new Arrow file."""
         file = str(self.fresh() / "ids.arrow")
         return texts.map(
-            _ids, batched=True, remove_columns=["text"], fn_kwargs={"tokenizer": self.tokenizer}, num_proc=processes,
+            _ids, batched=True, remove_columns=["text"], fn_kwargs={"tokenizer": self.theirs}, num_proc=processes,
             cache_file_name=file, load_from_cache_file=False,
         )  # fmt: skip
 
@@ -106,7 +106,7 @@ def _spread(files: list[SourceFile]) -> Iterator[SourceFile]:
 def check_equal(bench: Bench) -> None:
     """Leave, with a message, where the two ways do not make the same ids."""
     group = bench.ours().groups[0]
-    theirs = [i for row in bench.mapped(bench.texts())["input_ids"] for i in (*row, bench.tokenizer.eos_token_id)]
+    theirs = [i for row in bench.mapped(bench.texts())["input_ids"] for i in (*row, bench.tokenizer.eos)]
     if group.train.read(0, len(group.train)).tolist() != theirs:
         sys.exit("the two make different ids: nothing to compare")
 
@@ -149,9 +149,10 @@ def main() -> None:
         for name in ("bpe", "bytes"):
             folder = Path(place) / name
             data = Data(sources=(f"{place}/texts",), tokenizer=name, bpe_vocab=8192, held_out=0.0, cache=str(folder))
-            open_tokenizer(data, "").save(folder / "tokenizer")
+            tokenizer = open_tokenizer(data, "")
+            tokenizer.save(folder / "tokenizer")
             theirs = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-            bench = Bench(folder, replace(data, tokenizer=str(folder / "tokenizer")), theirs)
+            bench = Bench(folder, data, tokenizer, theirs)
             found += rows(bench, name, size, options.rounds)
     measure.show("outlast and datasets, MB of text a second; ratio of times; A/A: ours over ours", found)
     measure.save("tokenizing", GOALS, found, threads=usable_cores())

@@ -3,6 +3,7 @@
 python docs/picture.py
 """
 
+import io
 import os
 import re
 import signal
@@ -51,7 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first = shortened(run(folder, "step  6/"))
         second = shortened(run(folder, "", "--train.stop-at", "12"))
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     shown = ["$ outlast train configs/tiny.toml --train.steps 60            # SIGTERM in step 6", *first]
     shown += ["$ outlast train configs/tiny.toml --train.steps 60 --train.stop-at 12", *second]
     console.print(Text.from_ansi("\n".join(shown)))
