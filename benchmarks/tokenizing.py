@@ -1,12 +1,12 @@
 """outlast's tokenising against datasets' `map(batched=True)`, from the same files to token ids on disk.
 
-Both take the files of the running Python's own library, leave out damaged ones, and use the same tokenizer.json: a BPE
-of 8,192 tokens trained on them, or the bytes, opened once by each. Ours reads the files, tokenises, divides, hashes and makes durable in one
-process, in which the tokenizers library uses every core. Theirs, for each row:
+Both take files of the running Python's own library and make the same ids with the same tokenizer.json, a BPE of 8,192
+tokens trained on them or the bytes, opened once by each. Ours reads, tokenises, divides, hashes and makes durable in
+one process, in which the tokenizers library has a thread a core. Theirs, for each row:
 
 - *generator and map*: `Dataset.from_generator` over the files, then `map`, in one process with the same threads;
 - *map alone*: the texts already stand in Arrow; ours still starts from the files;
-- *map, a process a core*: `map(num_proc=cores)` over those, a thread each.
+- *map, a process a core*: `map(num_proc=cores)` over those, a thread each, their start included.
 
 Goals: on every row ours takes no longer, as the median ratio of the times, or the difference lies within the spread
 between two runs of ours.

@@ -191,7 +191,6 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
         console.print(records.run_file(settled.run), highlight=False, soft_wrap=True, markup=False)
         say.opening(console, settled, start.dry_groups(settled), Store(folder / "checkpoints", 1).newest())
         return errors.DONE
-    last = settled.run.train.stop_at or settled.run.train.steps
     training = start.open_run(settled)
     try:
         say.opening(console, settled, training.optimizer.groups, training.saved)
@@ -200,9 +199,9 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
             watchers.Record(training),
             say.Lines(console, settled.run.train.steps),
         ]
-        if profile and last - training.step < watchers.Trace.STEPS:
+        if profile and training.last_step - training.step < watchers.Trace.STEPS:
             raise UsageError(
-                f"--profile takes {watchers.Trace.STEPS} steps, and {last - training.step} are left",
+                f"--profile takes {watchers.Trace.STEPS} steps, and {training.last_step - training.step} are left",
                 fix="profile an earlier part, or a longer run",
             )
         if profile:
@@ -212,10 +211,11 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
         if ending.signal:
             outcome, code = (f"left at {ending.signal}", 130 if ending.signal == "SIGINT" else errors.RESTART)
         training.close(outcome, code)
-        say.closing(console, settled, ending)
+        say.closing(console, training, ending)
         return code
     except BaseException as error:
-        training.close(f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
+        with contextlib.suppress(OutlastError):  # a full disk, say, that the first error is about already
+            training.close(f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
         raise
 
 
@@ -301,7 +301,9 @@ def demo(args: Sequence[str]) -> int:
         from outlast.serve.trained import open_trained
 
         print('\nWhat it writes after "class":\n')
-        print("class" + serving.text(open_trained(folder), "class", max_tokens=120, temperature=0.6, top_p=0.95, seed=0))
+        print(
+            "class" + serving.text(open_trained(folder), "class", max_tokens=120, temperature=0.6, top_p=0.95, seed=0)
+        )
         print(f'\nTry: outlast generate {folder} "import"')
     return code
 

@@ -35,8 +35,8 @@ from outlast.errors import DataError, OutlastError, StorageError
 
 __all__ = ["Corpus", "Group", "TokenStream", "Tokenizer", "open_tokenizer", "prepare"]
 
-SHARD: Final = 1 << 28
-"""Tokens in a file, at most."""
+SHARD: Final = 1 << 30
+"""Tokens in a file, at most. A mapped file stays open, and a process may often have no more than 1,024 of them."""
 _RECORD: Final = ("corpus", 1)
 _SPLITS: Final = ("train", "held_out")
 _TELLING: Final = 1 << 15  # so many first characters tell a document from others
@@ -164,18 +164,20 @@ def _check_unchanged(data: Data, listings: list[list[SourceFile]]) -> None:
 
 
 def _opened(folder: Path) -> Corpus | None:
-    """The corpus in a folder, or None where there is none, or not all of it."""
+    """The corpus in a folder, or None where there is none, or not all of it. Raises StorageError."""
     try:
         told = records.read_json(folder / "manifest.json", *_RECORD)
-        if any((folder / name).stat().st_size != size for name, size in told["sizes"].items()):
+    except OutlastError:
+        return None
+    with records.storage_errors("cannot open the tokenised corpus", folder):
+        files = {folder / name: size for name, size in told["sizes"].items()}
+        if any(not path.exists() or path.stat().st_size != size for path, size in files.items()):
             return None
         stream = partial(TokenStream, dtype=np.dtype(told["dtype"]), shard=told["shard"])
         groups = [
             Group(about["name"], *(stream(folder / f"{i}-{split}", about[split]) for split in _SPLITS))
             for i, about in enumerate(told["groups"])
         ]
-    except (OutlastError, OSError):
-        return None
     damaged = [(where, why) for where, why in told["first_damaged"]]
     return Corpus(told["fingerprint"], groups, told["damaged"], damaged, told["empty"], told["bytes"], folder)
 

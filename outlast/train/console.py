@@ -8,14 +8,15 @@ from rich.panel import Panel
 from rich.table import Table
 
 import outlast
-from outlast import settings
+from outlast import journal, settings
 from outlast.checkpoint.store import Saved
 from outlast.layout import degrees, passes
 from outlast.model import hf
 from outlast.plan import memory
 from outlast.train.loop import Ending
 from outlast.train.optimizer import Group
-from outlast.train.start import Settled, device_name, identity_hash
+from outlast.train.start import Settled, Training, device_name, identity_hash
+from outlast.train.watchers import Watcher
 
 
 def size(count: float, unit: str = "B") -> str:
@@ -84,17 +85,11 @@ def _peak(settled: Settled) -> str:
     return f"peak {peaks[0] / 1e12:.0f} TFLOP/s in bfloat16" if peaks else "peak unknown, so MFU is n/a"
 
 
-class Lines:
+class Lines(Watcher):
     """Watcher: a line a step."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console, self.steps = console, steps
-
-    def batch(self, step: int, work: object) -> None:
-        """Nothing."""
-
-    def gradients(self, step: int, loss: float, norm: float) -> None:
-        """Nothing."""
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """Print the step's numbers."""
@@ -109,27 +104,25 @@ class Lines:
         )
 
 
-def closing(console: Console, settled: Settled, ending: Ending) -> None:
+def closing(console: Console, training: Training, ending: Ending) -> None:
     """Say what came of it."""
-    folder, losses = Path(settled.run.folder), ending.held_out
-    steps = settled.run.train.steps
-    lines = [("steps", f"{ending.step} of {steps}" + (f", left at {ending.signal}" if ending.signal else ""))]
-    if not losses:
-        lines.append(("held-out loss", "n/a: no document is held out"))
-    elif len(losses) == 1:
-        lines.append(("held-out loss", f"{losses[0][1]:.4f} at step {losses[0][0]}"))
-    else:
-        lines.append(
-            (
-                "held-out loss",
-                f"{losses[0][1]:.4f} at step {losses[0][0]} → {losses[-1][1]:.4f} at step {losses[-1][0]}",
-            )
-        )
+    run, folder = training.run, Path(training.run.folder)
+    told = [line for line in journal.read(folder / "journal.jsonl") if line["event"] == "evaluation"]
+    losses = [f"{line['loss']:.4f} at step {line['step']}" for line in told]
+    lines = [
+        ("steps", f"{training.step} of {run.train.steps}" + (f", left at {ending.signal}" if ending.signal else "")),
+        (
+            "held-out loss",
+            " → ".join(dict.fromkeys([losses[0], losses[-1]])) if losses else "n/a: no document is held out",
+        ),
+    ]
     if ending.tokens_per_second:
         lines.append(("speed", f"{size(ending.tokens_per_second, 'tokens/s')}, checkpoints and evaluations included"))
-    if settled.run.train.compile:
-        lines.append(("compilation", f"{ending.compile_seconds:.1f} s: the first step's time over the second's"))
+    if run.train.compile and ending.compile_seconds is not None:
+        lines.append(
+            ("compilation", f"{ending.compile_seconds:.1f} s: what the first step took longer than the second")
+        )
     lines.append(("run", f"{folder}: journal.jsonl, metrics.jsonl, checkpoints/"))
-    if ending.step < steps:
+    if training.step < run.train.steps:
         lines.append(("go on", "the same command goes on from here"))
-    facts(console, "finished" if ending.step >= steps else "stopped", lines)
+    facts(console, "finished" if training.step >= run.train.steps else "stopped", lines)

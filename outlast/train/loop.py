@@ -24,26 +24,29 @@ class Ending:
     """How the loop was left.
 
     Attributes:
-        step: the last one finished.
-        signal: name of the signal that asked to leave, or empty.
-        held_out: step and loss of each evaluation.
-        tokens_per_second: over all of this start, checkpoints and evaluations included.
-        seconds: the first two steps' times.
+        signal: name of the signal that asked for it, or empty.
+        tokens: in each step.
+        seconds: time of each step taken.
+        total_seconds: time of all of it, checkpoints and evaluations included.
     """
 
-    step: int
+    tokens: int
     signal: str = ""
-    held_out: list[tuple[int, float]] = field(default_factory=list)
-    tokens_per_second: float | None = None
     seconds: list[float] = field(default_factory=list)
+    total_seconds: float = 0.0
 
     @property
-    def compile_seconds(self) -> float:
-        """What the first step took longer than the second."""
-        return self.seconds[0] - self.seconds[1] if len(self.seconds) > 1 else 0.0
+    def tokens_per_second(self) -> float | None:
+        """Over all of it; None where no step was taken."""
+        return self.tokens * len(self.seconds) / self.total_seconds if self.seconds else None
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """What the first step took longer than the second; None where there were not two."""
+        return self.seconds[0] - self.seconds[1] if len(self.seconds) > 1 else None
 
 
-def train(training: Training, watchers: Sequence[Watcher]) -> Ending:
+def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C901  a step is read in one piece
     """Take the steps that are left, with checkpoints and evaluations on the way.
 
     Args:
@@ -54,15 +57,14 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:
         DivergedError: the loss or the gradient norm is not a number; the last checkpoint is untouched.
         StorageError: a record or a checkpoint could not be written.
     """
-    run, model, last = training.run, training.model, training.run.train.stop_at or training.run.train.steps
+    run, model, last, begun = training.run, training.model, training.last_step, time.perf_counter()
     batch = settings.batch_sequences(run)
-    ending = Ending(training.step)
+    ending = Ending(batch * run.data.sequence_length)
     if run.train.compile:
         compile_blocks(model)
-    if training.step == 0 or training.step >= last:
-        ending.held_out += evaluated(training)
-    begun, tokens = time.perf_counter(), 0
     with stop_requests() as requests:
+        if training.step == 0:
+            evaluate(training)
         while training.step < last and not requests:
             step, started = training.step + 1, time.perf_counter()
             work = batches.step(training.feed, training.position, batch, run.train.micro_batch)
@@ -86,20 +88,19 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:
             training.optimizer.step(lr)
             training.step, training.position = step, work.stop
 
-            seconds = time.perf_counter() - started
-            numbers = measured(training, mean, norm, lr, seconds, waited)
+            ending.seconds.append(time.perf_counter() - started)
+            numbers = measured(training, mean, norm, lr, ending.seconds[-1], waited)
             training.metrics.write(step, numbers)
             for watcher in watchers:
                 watcher.update(step, numbers)
-            ending.seconds = [*ending.seconds, seconds][:2]
-            tokens += batch * run.data.sequence_length
 
-            if step % run.checkpoint.every == 0 or step == last or requests:
+            if step % run.checkpoint.every == 0:
                 training.save()
             if step == last or (run.eval.every and step % run.eval.every == 0):
-                ending.held_out += evaluated(training)
-    ending.step, ending.signal = training.step, requests[0] if requests else ""
-    ending.tokens_per_second = tokens / (time.perf_counter() - begun) if tokens else None
+                evaluate(training)
+        if ending.seconds and training.saved_step != training.step:
+            training.save()
+    ending.signal, ending.total_seconds = requests[0] if requests else "", time.perf_counter() - begun
     return ending
 
 
@@ -134,24 +135,16 @@ def measured(
 
 
 @torch.no_grad()
-def evaluate(training: Training) -> float | None:
-    """Mean loss over the learned tokens of the held-out samples, in nats; None where none are held out."""
+def evaluate(training: Training) -> None:
+    """Record the mean loss over the learned tokens of the held-out samples, in nats; nothing where none are held out."""
     training.model.eval()
     total, learned = 0.0, 0
     for one in training.feed.evaluation(training.run.eval.samples, training.run.train.micro_batch):
         total += training.model(*on_device(one, training.settled.device)).item()
         learned += one.learned
-    return total / learned if learned else None
-
-
-def evaluated(training: Training) -> list[tuple[int, float]]:
-    """Evaluate and record it. Returns the step and the loss, or nothing where none are held out."""
-    loss = evaluate(training)
-    if loss is None:
-        return []
-    training.journal.write("evaluation", training.step, loss=loss)
-    training.metrics.write(training.step, {"held_out_loss": loss})
-    return [(training.step, loss)]
+    if learned:
+        training.journal.write("evaluation", training.step, loss=total / learned)
+        training.metrics.write(training.step, {"held_out_loss": total / learned})
 
 
 def compile_blocks(model: Transformer) -> None:

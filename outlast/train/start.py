@@ -47,7 +47,14 @@ class Settled:
 
 @dataclass
 class Training:
-    """A run in memory. `step` and `position` are those of the last finished step."""
+    """A run in memory.
+
+    Attributes:
+        saved: the checkpoint it went on from, or None.
+        saved_step: the step of its newest checkpoint, or -1.
+        step: the last finished.
+        position: how many samples it and those before it took.
+    """
 
     settled: Settled
     model: Transformer
@@ -57,6 +64,7 @@ class Training:
     journal: Journal
     metrics: Metrics
     saved: store.Saved | None
+    saved_step: int
     step: int
     position: int
 
@@ -65,22 +73,29 @@ class Training:
         """The settings."""
         return self.settled.run
 
-    def save(self) -> store.Saved:
+    @property
+    def last_step(self) -> int:
+        """The step to leave after."""
+        return min(self.run.train.stop_at or self.run.train.steps, self.run.train.steps)
+
+    def save(self) -> None:
         """Commit a checkpoint of the last finished step."""
         about = {"position": self.position, "identity": identity_hash(self.settled.identity)}
         saved, removed = self.store.save(self.step, tensors(self.model, self.optimizer), about)
         self.journal.write("checkpoint", self.step, path=saved.path.name, bytes=saved.bytes)
         for old in removed:
             self.journal.write("checkpoint removed", self.step, path=old.path.name)
-        return saved
+        self.saved_step = self.step
 
     def close(self, outcome: str, exit_code: int) -> None:
         """Write how the run was left, to the journal and to outcome.json, and let go of the folder."""
-        self.journal.write("end", self.step, outcome=outcome, exit_code=exit_code)
-        told = {"outcome": outcome, "exit_code": exit_code, "step": self.step}
-        records.write_json(Path(self.run.folder) / "outcome.json", "outcome", 1, told)
-        self.metrics.close()
-        self.journal.close()
+        try:
+            self.journal.write("end", self.step, outcome=outcome, exit_code=exit_code)
+            told = {"outcome": outcome, "exit_code": exit_code, "step": self.step}
+            records.write_json(Path(self.run.folder) / "outcome.json", "outcome", 1, told)
+        finally:
+            self.metrics.close()
+            self.journal.close()
 
 
 def tensors(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -202,7 +217,9 @@ def open_run(settled: Settled) -> Training:
         layout=layout.degrees(run.parallel),
         batch=settings.batch_sequences(run),
     )
-    return Training(settled, model, optimizer, feed, kept, journal, metrics, saved, step, position)
+    return Training(
+        settled, model, optimizer, feed, kept, journal, metrics, saved, step if saved else -1, step, position
+    )
 
 
 def dry_groups(settled: Settled) -> list[Group]:

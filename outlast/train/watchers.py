@@ -1,7 +1,7 @@
 """Those who look on while a run trains: each is told three times a step, and none is known to the loop by name."""
 
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -10,8 +10,8 @@ from outlast.errors import DivergedError
 from outlast.train.start import Training
 
 
-class Watcher(Protocol):
-    """Someone who looks on: called three times a step, in order."""
+class Watcher:
+    """Someone who looks on; overrides those of the three calls that it wants."""
 
     def batch(self, step: int, work: Step) -> None:
         """The step's samples were read."""
@@ -23,7 +23,7 @@ class Watcher(Protocol):
         """The weights were updated; the step's numbers are as metrics.jsonl gets them."""
 
 
-class Record:
+class Record(Watcher):
     """Watcher: writes each step, with the samples it took and a hash of the tokens it fed, to the journal."""
 
     def __init__(self, training: Training) -> None:
@@ -33,9 +33,6 @@ class Record:
         """Keep what the line will say."""
         self.work = work
 
-    def gradients(self, step: int, loss: float, norm: float) -> None:
-        """Nothing."""
-
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """Write the line."""
         work = self.work
@@ -44,7 +41,7 @@ class Record:
         )
 
 
-class Finite:
+class Finite(Watcher):
     """Watcher: stops a run whose loss or gradients are not numbers, before they reach the weights."""
 
     def __init__(self, training: Training) -> None:
@@ -66,11 +63,8 @@ class Finite:
                 where=f"samples {self.work.first} to {self.work.stop - 1}, from " + ", ".join(sorted(files)[:3]),
             )
 
-    def update(self, step: int, numbers: dict[str, float | None]) -> None:
-        """Nothing."""
 
-
-class Trace:
+class Trace(Watcher):
     """Watcher: a profiler's trace of the last three of five steps, in Chrome's format."""
 
     STEPS: Final = 5
@@ -82,9 +76,6 @@ class Trace:
         """Begin where the third last step begins."""
         if step == self.last - 2:
             self.profile.start()
-
-    def gradients(self, step: int, loss: float, norm: float) -> None:
-        """Nothing."""
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """Write it after the last."""
