@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code.
     """
-    config.let_threads_sleep()
+    config.prepare_environment()
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -184,14 +184,12 @@ def train(args: Sequence[str]) -> int:
 
 def run_training(run: Run, dry_run: bool, profile: bool) -> int:
     """Train a run and say how it went, on the terminal and in the run folder's outcome.json."""
-    from rich.console import Console
-
     from outlast import records
     from outlast.checkpoint.store import Store
     from outlast.train import console as say
     from outlast.train import loop, start, watchers
 
-    console, folder = Console(), Path(run.folder)
+    console, folder = say.Terminal(), Path(run.folder)
     run = Run(**{field.name: getattr(run, field.name) for field in dataclasses.fields(Run)})
     with progress(console) as report:
         settled = start.settle(run, report)

@@ -67,8 +67,8 @@ class Data:
 class Model:
     """The model's shape. With `weights` it is read from there."""
 
-    weights: str = result("")
-    """Hugging Face directory (Llama, Qwen2, Qwen3) to begin from. Empty: random weights."""
+    weights: str = free("")
+    """Hugging Face directory (Llama, Qwen2, Qwen3) to begin from. Empty: random weights. Known by content too."""
     vocab_size: int = result(0)
     """Rows of the embedding. 0: as many as the tokeniser has tokens."""
     hidden_size: int = result(256)
@@ -105,8 +105,8 @@ class Model:
     """Context the frequencies were made for, in tokens (llama3, yarn)."""
     rope_low: float = result(1.0)
     """llama3: low_freq_factor. yarn: beta_slow. Turns over the original context below which a frequency is fully stretched."""
-    rope_high: float = result(4.0)
-    """llama3: high_freq_factor. yarn: beta_fast. Turns over the original context above which a frequency is left alone."""
+    rope_high: float = result(0.0)
+    """llama3: high_freq_factor. yarn: beta_fast. Turns over the original context above which a frequency is left alone. 0: 4 for llama3, 32 for yarn."""
     rope_attention: float = result(0.0)
     """yarn: factor on cosines and sines. 0: 0.1 ln(rope_factor) + 1."""
     init_std: float = result(0.02)
@@ -301,13 +301,16 @@ def cache_folder(data: Data) -> Path:
     return Path(os.path.expandvars(data.cache)).expanduser()
 
 
-def let_threads_sleep() -> None:
-    """Let the CPU kernels' threads sleep while they wait for each other, unless the user has chosen. Before torch is loaded.
+def prepare_environment() -> None:
+    """Set what libraries read from the environment when torch is loaded, unless the user has chosen.
 
-    By default they spin: on a core that something else wants too, the thread that others spin for does not get to run.
+    CPU threads sleep while they wait for each other. By default they spin: on a core that something else wants too, the
+    thread that others spin for does not get to run. cuBLAS gets the fixed workspace that `train.deterministic` needs.
+
     Source: benchmarks/busy_core.py: a training step beside one busy process, sleeping against spinning.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def usable_cores() -> int:

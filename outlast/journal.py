@@ -12,15 +12,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outlast.errors import ResumeError
-from outlast.records import storage_errors
+from outlast.errors import ResumeError, StorageError
+from outlast.records import open_lines, storage_errors
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every whole line, in order. A last line that a crash cut short is left out; no file is no lines."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1] if line]
+    """Every whole line, in order. A last line that a crash cut short is left out; no file is no lines.
+
+    Raises:
+        StorageError: a line in the middle is damaged.
+    """
+    lines = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+        try:
+            lines.append(json.loads(line))
+            lines[-1]["event"], lines[-1]["attempt"], lines[-1]["step"]
+        except (ValueError, KeyError, TypeError):
+            raise StorageError(
+                f"line {number} of the journal is damaged: {line[:40]!r}",
+                fix="take the line out; the checkpoints do not depend on it",
+                where=str(path),
+            ) from None
+    return lines
 
 
 def surviving(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -48,20 +61,21 @@ class Journal:
         self.path = path
         with storage_errors("cannot open the journal", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab+")  # noqa: SIM115  held, with its lock, as long as the run
+            self._lock = os.open(path.parent, os.O_RDONLY)  # held as long as the run
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ResumeError(
-                "another process is training in this run folder",
-                fix="wait for it, end it, or give this run another folder: --folder runs/NAME",
-                where=str(path.parent),
-            ) from None
-        self._file.seek(0)
-        written = self._file.read()
-        self._file.truncate(written.rfind(b"\n") + 1)  # what a crash cut short would spoil the next line
-        self.attempt = 1 + sum(line["event"] == "start" for line in read(path))
+            with storage_errors("cannot lock the run folder", path.parent):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.attempt = 1 + sum(line["event"] == "start" for line in read(path))
+            self._file = open_lines(path)
+        except BaseException as error:
+            os.close(self._lock)
+            if isinstance(error.__cause__, BlockingIOError):
+                raise ResumeError(
+                    "another process is training in this run folder",
+                    fix="wait for it, end it, or give this run another folder: --folder runs/NAME",
+                    where=str(path.parent),
+                ) from None
+            raise
 
     def write(self, event: str, step: int, *, durable: bool = True, **fields: Any) -> None:
         """Append a line.
@@ -86,3 +100,4 @@ class Journal:
     def close(self) -> None:
         """Let go of the file and its lock."""
         self._file.close()
+        os.close(self._lock)

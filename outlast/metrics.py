@@ -6,7 +6,7 @@ from typing import Any
 
 from outlast.config import Log
 from outlast.errors import UsageError
-from outlast.records import storage_errors
+from outlast.records import open_lines, storage_errors
 
 
 class Metrics:
@@ -16,17 +16,18 @@ class Metrics:
         folder: the run's.
         log: which views to keep besides.
         settings: the run's knobs, for the views that show them.
+        attempt: how often the run was started; in every line, since a step that was taken back is taken again.
+        step: the last finished; the views forget what they have after it.
 
     Raises:
         UsageError: a view is asked for whose library is not installed.
     """
 
-    def __init__(self, folder: Path, log: Log, settings: dict[str, Any]) -> None:
-        self._tensorboard = _tensorboard(folder) if log.tensorboard else None
+    def __init__(self, folder: Path, log: Log, settings: dict[str, Any], attempt: int, step: int) -> None:
+        self._tensorboard = _tensorboard(folder, step) if log.tensorboard else None
         self._wandb = _wandb(folder, log.wandb, settings) if log.wandb else None
-        self.path = folder / "metrics.jsonl"
-        with storage_errors("cannot open the metrics", self.path):
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  held as long as the run
+        self.path, self.attempt = folder / "metrics.jsonl", attempt
+        self._file = open_lines(self.path)
 
     def write(self, step: int, numbers: dict[str, float | None]) -> None:
         """Keep a step's numbers; None is what could not be measured.
@@ -35,7 +36,7 @@ class Metrics:
             StorageError: the line could not be written.
         """
         with storage_errors("cannot write the metrics", self.path):
-            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._file.write(json.dumps({"attempt": self.attempt, "step": step, **numbers}).encode() + b"\n")
             self._file.flush()
         known = {name: number for name, number in numbers.items() if number is not None}
         if self._tensorboard:
@@ -53,7 +54,7 @@ class Metrics:
             self._wandb.finish()
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -62,7 +63,7 @@ def _tensorboard(folder: Path) -> Any:
             fix="pip install 'outlast[tensorboard]'",
             key="log.tensorboard",
         ) from None
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
 def _wandb(folder: Path, project: str, settings: dict[str, Any]) -> Any:

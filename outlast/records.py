@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import tomlkit
 
@@ -68,6 +68,22 @@ def write_text(path: Path, text: str) -> None:
         finally:
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a file of lines to append to, made where it is not there; what a crash cut short of its last line is cut off.
+
+    Raises:
+        StorageError: it cannot be opened.
+    """
+    with storage_errors(f"cannot open {path.name}", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab+")  # noqa: SIM115  held by who asks
+        size = file.seek(0, os.SEEK_END)
+        while size and (file.seek(size - 1), file.read(1))[1] != b"\n":
+            size -= 1
+        file.truncate(size)
+        return file
 
 
 def write_json(path: Path, record: str, version: int, content: dict[str, Any]) -> None:

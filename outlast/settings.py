@@ -163,4 +163,35 @@ def check(run: Run) -> None:
             fix=f"num_kv_heads can be {', '.join(map(str, divisors))}",
             key="model.num_kv_heads",
         )
+    _check_rotary(run)
+    _check_steps(run)
     batch_sequences(run)
+
+
+def _check_rotary(run: Run) -> None:
+    if run.model.rope_theta <= 1:
+        raise UsageError(
+            f"model.rope_theta is {run.model.rope_theta}", fix="it must be more than 1", key="model.rope_theta"
+        )
+    if run.model.rope_scaling in ("llama3", "yarn") and not 0 < run.model.rope_low < (run.model.rope_high or 4):
+        raise UsageError(
+            f"model.rope_low {run.model.rope_low} and model.rope_high {run.model.rope_high} do not fit each other",
+            fix="rope_low must be more than 0 and less than rope_high (0: 4 for llama3, 32 for yarn)",
+            key="model.rope_low",
+        )
+
+
+def _check_steps(run: Run) -> None:
+    if run.train.stop_at > run.train.steps:
+        raise UsageError(
+            f"train.stop_at is {run.train.stop_at}, and the run has {run.train.steps} steps",
+            fix="leave it out",
+            key="train.stop_at",
+        )
+    decay = run.schedule.decay or run.train.steps // 5
+    if run.schedule.name == "wsd" and run.schedule.warmup + decay > run.train.steps:
+        raise UsageError(
+            f"a warmup of {run.schedule.warmup} and a decay of {decay} steps do not fit into {run.train.steps}",
+            fix="shorten schedule.warmup or schedule.decay",
+            key="schedule.decay",
+        )

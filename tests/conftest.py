@@ -7,7 +7,7 @@ from jaxtyping import install_import_hook
 
 from outlast import config
 
-config.let_threads_sleep()  # before torch is loaded
+config.prepare_environment()  # before torch is loaded
 install_import_hook("outlast.model", "beartype.beartype")
 
 import pytest  # noqa: E402

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from outlast import journal
-from outlast.errors import ResumeError
+from outlast.errors import ResumeError, StorageError
 from outlast.journal import Journal
 
 
@@ -70,6 +70,19 @@ def test_every_start_takes_back_what_came_after_it():
         (3, 6),
     ]
     assert journal.surviving([]) == []
+
+
+@pytest.mark.parametrize("bad", [b"\0\0\0", b"{}", b"[1]", b"not json"])
+def test_a_damaged_line_is_named(tmp_path, bad):
+    path = tmp_path / "journal.jsonl"
+    first = Journal(path)
+    first.write("start", 0)
+    first.close()
+    path.write_bytes(path.read_bytes() + bad + b"\n" + path.read_bytes())
+    with pytest.raises(StorageError, match="line 2 of the journal is damaged"):
+        Journal(path)
+    path.write_bytes(path.read_bytes().replace(bad + b"\n", b""))
+    Journal(path).close()
 
 
 def test_no_file_is_no_lines(tmp_path):

@@ -120,12 +120,24 @@ def test_a_batch_in_tokens_is_whole_sequences_or_names_the_nearest(batch, length
         ("train.steps", 0), ("train.batch", -1), ("optim.lr", -1e-3), ("optim.lr", float("nan")), ("optim.lr", float("inf")),
         ("model.dropout", 1.0), ("data.held_out", 1.0), ("schedule.final", 1.5), ("data.sources", ()), ("data.weights", (1.0, 2.0)),
         ("data.weights", (0.0,)), ("model.head_dim", 5), ("model.num_kv_heads", 3), ("data.sequence_length", 0),
+        ("model.rope_theta", 1.0), ("train.stop_at", 201),
     ],
 )  # fmt: skip
 def test_values_no_run_could_use(key, given):
     with pytest.raises(UsageError) as caught:
         settings.check(config.replaced(Run(), {key: given}))
     assert caught.value.key == key
+
+
+def test_values_that_do_not_fit_each_other():
+    for values, key in (
+        ({"schedule.name": "wsd", "schedule.warmup": 150, "schedule.decay": 51}, "schedule.decay"),
+        ({"model.rope_scaling": "llama3", "model.rope_low": 4.0}, "model.rope_low"),
+        ({"model.rope_scaling": "yarn", "model.rope_low": 0.0}, "model.rope_low"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            settings.check(config.replaced(Run(), values))
+        assert caught.value.key == key
 
 
 def test_defaults_pass():

@@ -7,6 +7,7 @@ file says it.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from outlast.errors import OutlastError, StorageError
 _RECORD: Final = ("checkpoint", 1)
 _NAME: Final = re.compile(r"step-\d{8}")
 _READ_AT_ONCE: Final = 1 << 24
+_MOVE_AWAY: Final = "move its folder away, and the same command goes on from the one before"
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Store:
         """The last one committed, or None."""
         return max(self.all(), key=lambda saved: saved.commit, default=None)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> tuple[Saved, list[Saved]]:
-        """Commit a checkpoint and remove those beyond the newest `keep`.
+    def save(self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> Saved:
+        """Commit a checkpoint.
 
         Args:
             step: the last step that went into it.
@@ -85,7 +87,7 @@ class Store:
             about: JSON values to keep beside them.
 
         Returns:
-            The new one, and the ones removed.
+            The new one.
 
         Raises:
             StorageError: it could not be written; the earlier ones are untouched, the half one is gone.
@@ -104,20 +106,29 @@ class Store:
                 for name in files:
                     records.fsync(half / name)
                 manifest = {"step": step, "commit": commit, "about": about, "files": files}
-                records.write_json(half / "manifest.json", *_RECORD, manifest)
+                records.write_json(half / "manifest.json", *_RECORD, manifest | {"crc32": _crc32_of(manifest)})
                 if path.exists():  # the same step of a history that was taken back
                     os.rename(path, self.folder / f".{path.name}.old")
                 os.rename(half, path)
                 records.fsync(self.folder)
             finally:
                 self._clear_leftovers()
-            removed = self.all()[: -self.keep]
-            for old in removed:
+        return Saved(path, step, commit, about, files)
+
+    def trim(self) -> list[Saved]:
+        """Remove the checkpoints beyond the newest `keep`. Returns them.
+
+        Raises:
+            StorageError: one could not be removed.
+        """
+        beyond = self.all()[: -self.keep]
+        for old in beyond:
+            with records.storage_errors("cannot remove an old checkpoint", old.path):
                 # Renamed first: a removal cut short must not leave a folder that looks complete.
                 hidden = self.folder / f".{old.path.name}.old"
                 os.rename(old.path, hidden)
                 shutil.rmtree(hidden)
-        return Saved(path, step, commit, about, files), removed
+        return beyond
 
     def _clear_leftovers(self) -> None:
         for leftover in self.folder.glob(".step-*"):
@@ -125,7 +136,17 @@ class Store:
 
 
 def _opened(path: Path) -> Saved:
-    manifest = records.read_json(path / "manifest.json", *_RECORD)
+    try:
+        manifest = records.read_json(path / "manifest.json", *_RECORD)
+        content = {name: manifest[name] for name in ("step", "commit", "about", "files")}
+        if manifest["crc32"] != _crc32_of(content):
+            raise OutlastError("its content is not what was written")
+    except (OutlastError, KeyError) as error:
+        raise StorageError(
+            f"checkpoint {path.name} is damaged: manifest.json: {error}".splitlines()[0],
+            fix=_MOVE_AWAY,
+            where=str(path),
+        ) from None
     return Saved(path, manifest["step"], manifest["commit"], manifest["about"], manifest["files"])
 
 
@@ -142,7 +163,7 @@ def verify(saved: Saved) -> None:
             raise StorageError(
                 f"checkpoint {saved.path.name} is damaged: {name} "
                 + ("is missing" if found is None else f"has {found}, the manifest says {wanted}"),
-                fix="move its folder away, and the same command goes on from the one before",
+                fix=_MOVE_AWAY,
                 where=str(saved.path),
             )
 
@@ -196,6 +217,10 @@ def _one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _crc32_of(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _crc32(file: Path) -> int:

@@ -95,15 +95,17 @@ class Samples:
     def __len__(self) -> int:
         return len(self._starts) - 1 if self.whole else -(-len(self.stream) // self.length)
 
+    def _bounds(self, sample: int) -> tuple[int, int]:
+        if self.whole:
+            return int(self._starts[sample]), int(self._starts[sample + 1])
+        return sample * self.length, min((sample + 1) * self.length, len(self.stream))
+
     def read(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
         """A sample's tokens, targets and places, each of shape (S) in int64, and the lengths of its documents.
 
         Padding counts as a document of its own. A document that began in an earlier sample begins again at place 0.
         """
-        if self.whole:
-            start, stop = int(self._starts[sample]), int(self._starts[sample + 1])
-        else:
-            start, stop = sample * self.length, min((sample + 1) * self.length, len(self.stream))
+        start, stop = self._bounds(sample)
         ends = self.stream.ends
         inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
         cuts = np.array(inside, dtype=np.int64) - start  # documents that end in this sample, or just at its end
@@ -122,9 +124,9 @@ class Samples:
 
     def documents(self, sample: int) -> list[str]:
         """The files that a sample's documents are from."""
-        start = int(self._starts[sample]) if self.whole else sample * self.length
+        start, stop = self._bounds(sample)
         first = int(np.searchsorted(self.stream.ends, start, side="right"))
-        last = int(np.searchsorted(self.stream.ends, min(start + self.length, len(self.stream)), side="left"))
+        last = int(np.searchsorted(self.stream.ends, stop, side="left"))
         return [self.stream.file_of(document) for document in range(first, last + 1)]
 
 

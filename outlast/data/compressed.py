@@ -9,6 +9,7 @@ import zstandard
 
 SUFFIXES: Final = (".gz", ".zst")
 _BUFFER: Final = 1 << 16
+_AT_ONCE: Final = 1 << 10  # compressed bytes; at zstd's best some 12 MB of text
 
 
 class BrokenError(Exception):
@@ -47,19 +48,23 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, into: Any) -> int:
         while not self._ready:
             block = self._unread or self._raw.read(_BUFFER)
+            block, later = block[:_AT_ONCE], block[_AT_ONCE:]
             if self._frame is None:
                 block = block.lstrip(b"\0")  # gzip files may be padded
+            if not block and later:
+                self._unread = later
+                continue
             if not block:
                 if self._frame is not None:
                     raise BrokenError("is cut short: the compressed data ends in the middle")
                 return 0
             self._frame = self._frame or self._begin()
             try:
-                self._ready, self._unread = memoryview(self._frame.decompress(block)), b""
+                self._ready, self._unread = memoryview(self._frame.decompress(block)), later
             except (zlib.error, zstandard.ZstdError) as error:
                 raise BrokenError(f"cannot be decompressed: {error}") from None
             if self._frame.eof:
-                self._frame, self._unread = None, self._frame.unused_data
+                self._frame, self._unread = None, self._frame.unused_data + later
         part = self._ready[: len(into)]
         into[: len(part)], self._ready = part, self._ready[len(part) :]
         return len(part)

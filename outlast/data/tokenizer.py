@@ -99,16 +99,19 @@ class Tokenizer:
         """Id of a token that a template writes, or None where this tokeniser has no such token."""
         return self._inner.token_to_id(token)
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as transformers reads them. Raises StorageError."""
+    def files(self) -> dict[str, str]:
+        """The texts of tokenizer.json and tokenizer_config.json, as transformers reads them."""
         config = self._config or {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
         }
-        records.write_text(folder / "tokenizer.json", self._text)
-        records.write_text(
-            folder / "tokenizer_config.json", json.dumps(config | {"eos_token": self.eos_token}, indent=1) + "\n"
-        )
+        told = json.dumps(config | {"eos_token": self.eos_token}, indent=1) + "\n"
+        return {"tokenizer.json": self._text, "tokenizer_config.json": told}
+
+    def save(self, folder: Path) -> None:
+        """Write them to a folder. Raises StorageError."""
+        for name, text in self.files().items():
+            records.write_text(folder / name, text)
 
 
 def open_tokenizer(data: Data, weights: str) -> Tokenizer:

@@ -4,6 +4,7 @@ Weights move one tensor at a time, so that the whole model is never in memory tw
 read, and none written. The configuration is :mod:`outlast.model.hf_config`'s.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -24,7 +25,7 @@ from outlast.errors import UsageError, WeightsError
 from outlast.model.hf_config import family, read_json, read_shape, with_eos, written
 from outlast.model.transformer import Transformer
 
-__all__ = ["family", "load", "read_shape", "save", "tensor_dtype"]
+__all__ = ["family", "fingerprint", "load", "read_shape", "save", "tensor_dtype"]
 
 _DTYPES: Final = (("F64", torch.float64), ("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16))
 _SINGLE: Final = "model.safetensors"
@@ -111,6 +112,22 @@ def tensor_dtype(folder: Path) -> torch.dtype:
     return _bulk_dtype(_shards(folder))
 
 
+def fingerprint(folder: Path) -> str:
+    """A hash of a directory's weights, wherever it lies: of each file's header, size, and the MiB in its middle.
+
+    Raises:
+        WeightsError: there are no weights, or they cannot be read.
+    """
+    known = hashlib.sha256()
+    for shard in _shards(folder):
+        path = folder / shard.name
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size // 2 - (1 << 19)))
+            known.update(f"{shard.name} {size} {shard.tensors}".encode() + file.read(1 << 20))
+    return known.hexdigest()
+
+
 def _bulk_dtype(shards: list[_Shard]) -> torch.dtype:
     elements: Counter[torch.dtype] = Counter()
     for shard in shards:
@@ -190,6 +207,7 @@ def save(
     max_positions: int,
     eos: int | None = None,
     like: Path | None = None,
+    beside: Mapping[str, str] | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a model as a directory that transformers and everything akin to it reads. It appears whole or not at all.
@@ -203,17 +221,16 @@ def save(
         eos: end-of-document token; None: not known.
         like: the directory the weights came from. Its files' division and its other configuration are kept, and tensors
             it stores in another type than most stay in it: weights loaded and saved again give the same bytes.
+        beside: texts of further files by name, such as the tokeniser's.
         shard_bytes: largest file, unless `like` says where tensors go or one tensor is larger.
 
     Raises:
         UsageError: the folder is not empty.
         WeightsError: no family has this shape, or `like` cannot be read.
         StorageError: it could not be written; nothing is left of it.
-
-    Not covered: the tokeniser, which the caller writes beside it.
     """
     before = read_json(like / "config.json") if like else {}
-    content = {"config.json": written(shape, dtype, max_positions, eos, before)}
+    content: dict[str, Any] = {"config.json": written(shape, dtype, max_positions, eos, before)}
     about = like / "generation_config.json" if like else None
     generation = read_json(about) if about and about.exists() else {}
     if generation or eos is not None:
@@ -228,7 +245,8 @@ def save(
         tensors[_HEAD] = tensors[_EMBEDDING]
     if [shard.name for shard in shards] != [_SINGLE]:
         content[_INDEX] = _index(shards, parameters)
-    _write(folder.absolute(), shards, tensors, content)
+    texts = {name: json.dumps(about, indent=2, sort_keys=True) + "\n" for name, about in content.items()}
+    _write(folder.absolute(), shards, tensors, texts | dict(beside or {}))
 
 
 def _as_before(tensors: Mapping[str, Tensor], shape: Model, like: Path, dtype: torch.dtype) -> list[_Shard] | None:
@@ -279,7 +297,7 @@ def _index(shards: list[_Shard], parameters: int) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, shards: list[_Shard], tensors: Mapping[str, Tensor], content: dict[str, Any]) -> None:
+def _write(folder: Path, shards: list[_Shard], tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
     """Write everything to a hidden folder, make it durable, and give it its name."""
     half = folder.with_name(f".{folder.name}.{os.getpid()}.half")
     with records.storage_errors("cannot write the model directory", folder):
@@ -290,8 +308,8 @@ def _write(folder: Path, shards: list[_Shard], tensors: Mapping[str, Tensor], co
             half.mkdir(parents=True)
             for shard in shards:
                 _write_shard(half / shard.name, shard, tensors)
-            for name, about in content.items():
-                (half / name).write_text(json.dumps(about, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            for name, text in texts.items():
+                (half / name).write_text(text, encoding="utf-8")
             for path in (*half.iterdir(), half):
                 records.fsync(path)
             half.rename(folder)

@@ -13,6 +13,7 @@ import torch
 
 from outlast.config import Model
 from outlast.errors import WeightsError
+from outlast.model import rotary
 
 _Kind = TypeVar("_Kind", int, float, bool)
 _ARCHITECTURES: Final = (("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"))
@@ -154,8 +155,9 @@ def _read_rope(keys: _Keys) -> dict[str, Any]:
 
 def _read_stretch(kind: str, rope: _Keys, keys: _Keys) -> dict[str, Any]:
     """The knobs of one kind of scaling, with what transformers takes where a key is left out."""
-    if kind == "default":
-        return {}
+    if kind == "default":  # nothing is stretched, but this is what a stretch would start from
+        longest = keys.content.get("max_position_embeddings")
+        return {"rope_original": longest} if type(longest) is int else {}
     factor = {"rope_factor": rope.get("factor", float)}
     if kind == "linear":
         return factor
@@ -263,9 +265,9 @@ def _written_rope(shape: Model) -> dict[str, Any]:
         case "linear":
             return {"rope_type": "linear", "factor": shape.rope_factor}
         case "llama3":
-            bounds = {"low_freq_factor": shape.rope_low, "high_freq_factor": shape.rope_high}
+            bounds = {"low_freq_factor": shape.rope_low, "high_freq_factor": rotary.high(shape)}
             return {"rope_type": "llama3", **original, **bounds}
         case "yarn":
-            bounds = {"beta_slow": shape.rope_low, "beta_fast": shape.rope_high}
+            bounds = {"beta_slow": shape.rope_low, "beta_fast": rotary.high(shape)}
             factor = {"attention_factor": shape.rope_attention} if shape.rope_attention else {}
             return {"rope_type": "yarn", **original, **bounds, **factor}

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from outlast.data import IGNORED
 
-_LOGITS_AT_ONCE: Final = 1 << 23  # elements of float32 logits alive at a time: 32 MiB
+_LOGITS_AT_ONCE: Final = 1 << 23  # logits alive at a time: 32 MiB in float32 …
+_FEWEST_ROWS: Final = 512  # … or those of so many tokens: each block reads and writes the whole projection's gradient
 
 
 def sum_dtype(compute: torch.dtype) -> torch.dtype:
@@ -54,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=exact) if wants_weight else None
-        rows = max(1, _LOGITS_AT_ONCE // weight_VD.shape[0])
+        rows = max(_FEWEST_ROWS, _LOGITS_AT_ONCE // weight_VD.shape[0])
         for start in range(0, hidden_ND.shape[0], rows):
             block_ND, block_N = hidden_ND[start : start + rows], targets_N[start : start + rows, None]
             chances_NV = torch.log_softmax((block_ND @ product_VD.T).to(exact), dim=-1)
@@ -78,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad_outputs[0]
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         return (
-            None if grad_hidden_ND is None else grad_hidden_ND * scale.to(grad_hidden_ND.dtype),
+            None if grad_hidden_ND is None else (grad_hidden_ND * scale).to(grad_hidden_ND.dtype),
             None if grad_weight_VD is None else (grad_weight_VD * scale).to(ctx.weight_dtype),
             None,
         )

@@ -28,15 +28,20 @@ def frequencies(shape: Model) -> tuple[Float[Tensor, "half"], float]:
             return plain / shape.rope_factor, 1.0
         case "llama3":
             turns = shape.rope_original / (2 * math.pi / plain)
-            keep = ((turns - shape.rope_low) / (shape.rope_high - shape.rope_low)).clamp(0, 1)
+            keep = ((turns - shape.rope_low) / (high(shape) - shape.rope_low)).clamp(0, 1)
             return (1 - keep) * plain / shape.rope_factor + keep * plain, 1.0
         case "yarn":
-            low, high = _pair_turning(shape, shape.rope_high), _pair_turning(shape, shape.rope_low)
-            low, high = max(math.floor(low), 0), min(math.ceil(high), shape.head_dim - 1)
+            first, last = _pair_turning(shape, high(shape)), _pair_turning(shape, shape.rope_low)
+            first, last = max(math.floor(first), 0), min(math.ceil(last), shape.head_dim - 1)
             pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
-            keep = 1 - ((pairs - low) / ((high - low) or 1)).clamp(0, 1)
+            keep = 1 - ((pairs - first) / ((last - first) or 1)).clamp(0, 1)
             factor = shape.rope_attention or 0.1 * math.log(max(shape.rope_factor, 1.0)) + 1.0
             return 1.0 / (shape.rope_factor * powers) * (1 - keep) + plain * keep, factor
+
+
+def high(shape: Model) -> float:
+    """Turns over the original context above which a frequency is left alone."""
+    return shape.rope_high or {"llama3": 4.0, "yarn": 32.0}.get(shape.rope_scaling, 1.0)
 
 
 def _pair_turning(shape: Model, turns: float) -> float:

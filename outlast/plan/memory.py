@@ -12,6 +12,11 @@ PEAK_FLOPS: Final = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 225
 """Dense bfloat16 operations a second, by a part of the device's name. Source: NVIDIA's data sheets, SXM versions."""
 
 
+def peak_flops(device: str) -> float | None:
+    """A device's peak in dense bfloat16, in operations a second, by its name; None where it is not known."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device), None)
+
+
 def parameters(shape: Model) -> dict[str, int]:
     """Count the parameters, by part: embedding, output (0 where tied), each layer's matrices, and all norms and biases."""
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

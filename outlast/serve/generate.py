@@ -76,5 +76,6 @@ def _chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch
 def text(trained: Trained, prompt: str, max_tokens: int, temperature: float, top_p: float, seed: int) -> str:
     """Continue a text. An empty prompt begins a document, as after the end of another."""
     ids = [*trained.tokenizer.prefix, *map(int, trained.tokenizer.encode([prompt])[0])] or [trained.tokenizer.eos]
-    made = tokens(trained.model, ids, max_tokens, temperature, top_p, seed, trained.tokenizer.eos)
-    return trained.tokenizer.decode(list(made))
+    made = list(tokens(trained.model, ids, max_tokens, temperature, top_p, seed, trained.tokenizer.eos))
+    # Decoded with what it follows: some tokenisers spell a space only between tokens.
+    return trained.tokenizer.decode([*ids, *made]).removeprefix(trained.tokenizer.decode(ids))

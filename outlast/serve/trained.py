@@ -69,5 +69,13 @@ def export(trained: Trained, into: Path) -> None:
     shape, length = trained.run.model, trained.run.data.sequence_length
     if shape.rope_scaling in ("llama3", "yarn"):
         length = max(length, round(shape.rope_original * shape.rope_factor))
-    hf.save(state, shape, into, dtype, max_positions=length, eos=trained.tokenizer.eos, like=like)
-    trained.tokenizer.save(into)
+    hf.save(
+        state,
+        shape,
+        into,
+        dtype,
+        max_positions=length,
+        eos=trained.tokenizer.eos,
+        like=like,
+        beside=trained.tokenizer.files(),
+    )

@@ -1,5 +1,7 @@
 """What a training run says on the terminal: an opening panel, a line a step, a closing panel. Plain lines elsewhere."""
 
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -49,8 +51,8 @@ def opening(console: Console, settled: Settled, groups: list[Group], saved: Save
     damaged = f", {data.damaged} damaged passed over" if data.damaged else ""
     why = {
         "bfloat16": "weights and moments float32",
-        "float32": "this device computes no faster in bfloat16",
-        "float64": "for proofs",
+        "float32": "weights and moments too; auto takes bfloat16 where CUDA has it",
+        "float64": "weights and moments too: for proofs",
     }
     per_step = passes(batch, run.train.micro_batch, 1)
     lines = [
@@ -81,8 +83,17 @@ def _parts(settled: Settled) -> tuple[list, list]:
 
 
 def _peak(settled: Settled) -> str:
-    peaks = [flops for name, flops in memory.PEAK_FLOPS.items() if name in device_name(settled.device)]
-    return f"peak {peaks[0] / 1e12:.0f} TFLOP/s in bfloat16" if peaks else "peak unknown, so MFU is n/a"
+    peak = memory.peak_flops(device_name(settled.device))
+    return f"peak {peak / 1e12:.0f} TFLOP/s in bfloat16" if peak else "peak unknown, so MFU is n/a"
+
+
+class Terminal(Console):
+    """Where a run's words go; a reader that leaves does not end the run."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Lines(Watcher):

@@ -94,12 +94,14 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
             for watcher in watchers:
                 watcher.update(step, numbers)
 
-            if step % run.checkpoint.every == 0:
+            if step % run.checkpoint.every == 0 or step == last or requests:
                 training.save()
-            if step == last or (run.eval.every and step % run.eval.every == 0):
+            if run.eval.every and step % run.eval.every == 0 and step < last and not requests:
                 evaluate(training)
-        if ending.seconds and training.saved_step != training.step:
+        if training.step != training.saved_step and ending.seconds:  # asked to leave during an evaluation
             training.save()
+        if training.step == last and training.evaluated_step != last:
+            evaluate(training)
     ending.signal, ending.total_seconds = requests[0] if requests else "", time.perf_counter() - begun
     return ending
 
@@ -119,7 +121,7 @@ def measured(
     """A step's numbers, as metrics.jsonl keeps them. None where this device does not tell."""
     run, device = training.run, training.settled.device
     tokens = settings.batch_sequences(run) * run.data.sequence_length
-    peaks = [flops for name, flops in memory.PEAK_FLOPS.items() if name in device_name(device)]
+    peak = memory.peak_flops(device_name(device)) if run.train.dtype == "bfloat16" else None
     model_flops = tokens * memory.flops_per_token(run.model, run.data.sequence_length)
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
     return {
@@ -128,7 +130,7 @@ def measured(
         "lr": lr,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "mfu": model_flops / seconds / peaks[0] if peaks and run.train.dtype == "bfloat16" else None,
+        "mfu": model_flops / seconds / peak if peak else None,
         "memory_bytes": held,
         "data_wait_seconds": waited,
     }
@@ -144,6 +146,7 @@ def evaluate(training: Training) -> None:
         learned += one.learned
     if learned:
         training.journal.write("evaluation", training.step, loss=total / learned)
+        training.evaluated_step = training.step
         training.metrics.write(training.step, {"held_out_loss": total / learned})
 
 
@@ -158,7 +161,7 @@ def compile_blocks(model: Transformer) -> None:
 def stop_requests() -> Iterator[list[str]]:
     """Signals that ask to leave after the step, by name as they come; a second one is not held back."""
     requests: list[str] = []
-    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     before = {one: signal.getsignal(one) for one in asked}
 
     def note(number: int, _frame: object) -> None:

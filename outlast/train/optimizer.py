@@ -74,7 +74,9 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+                momentum = self.state[parameter]["momentum"]
                 momentum.mul_(group["momentum"]).add_(parameter.grad)
                 ahead = parameter.grad.add(momentum, alpha=group["momentum"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])

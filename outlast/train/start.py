@@ -19,8 +19,9 @@ from outlast.checkpoint import store
 from outlast.config import Run
 from outlast.data.batches import Feed
 from outlast.data.tokens import Corpus, Tokenizer, open_tokenizer, prepare
-from outlast.errors import DataError, ResumeError, UsageError, WeightsError
+from outlast.errors import DataError, ResumeError, StorageError, UsageError, WeightsError
 from outlast.journal import Journal
+from outlast.journal import read as read_journal
 from outlast.metrics import Metrics
 from outlast.model import hf
 from outlast.model.transformer import Transformer
@@ -35,6 +36,7 @@ class Settled:
     tokenizer: Tokenizer
     corpus: Corpus
     device: torch.device
+    weights: str
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -42,6 +44,7 @@ class Settled:
         return config.result_knobs(self.run) | {
             "corpus": self.corpus.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
+            "weights": self.weights,
         }
 
 
@@ -52,6 +55,7 @@ class Training:
     Attributes:
         saved: the checkpoint it went on from, or None.
         saved_step: the step of its newest checkpoint, or -1.
+        evaluated_step: the last step whose held-out loss the journal has, or -1.
         step: the last finished.
         position: how many samples it and those before it took.
     """
@@ -65,6 +69,7 @@ class Training:
     metrics: Metrics
     saved: store.Saved | None
     saved_step: int
+    evaluated_step: int
     step: int
     position: int
 
@@ -80,12 +85,15 @@ class Training:
 
     def save(self) -> None:
         """Commit a checkpoint of the last finished step."""
-        about = {"position": self.position, "identity": identity_hash(self.settled.identity)}
-        saved, removed = self.store.save(self.step, tensors(self.model, self.optimizer), about)
-        self.journal.write("checkpoint", self.step, path=saved.path.name, bytes=saved.bytes)
-        for old in removed:
-            self.journal.write("checkpoint removed", self.step, path=old.path.name)
+        about = {"position": self.position, "identity": self.settled.identity}
+        saved = self.store.save(self.step, tensors(self.model, self.optimizer), about)
         self.saved_step = self.step
+        self.journal.write("checkpoint", self.step, path=saved.path.name, bytes=saved.bytes)
+        try:
+            for old in self.store.trim():
+                self.journal.write("checkpoint removed", self.step, path=old.path.name)
+        except StorageError as error:  # costs room, but no work
+            self.journal.write("checkpoint not removed", self.step, why=error.what)
 
     def close(self, outcome: str, exit_code: int) -> None:
         """Write how the run was left, to the journal and to outcome.json, and let go of the folder."""
@@ -133,7 +141,8 @@ def settle(run: Run, progress: Callable[[int, int], None] | None = None) -> Sett
         )
     corpus = prepare(run.data, tokenizer, progress)
     decided = {"train.dtype": _dtype(run, device), "model.vocab_size": run.model.vocab_size or tokenizer.vocab_size}
-    return Settled(config.replaced(run, decided), tokenizer, corpus, device)
+    weights = hf.fingerprint(Path(run.model.weights)) if run.model.weights else ""
+    return Settled(config.replaced(run, decided), tokenizer, corpus, device, weights)
 
 
 def _device(run: Run) -> torch.device:
@@ -186,9 +195,10 @@ def open_run(settled: Settled) -> Training:
     run, folder = settled.run, Path(settled.run.folder)
     journal = Journal(folder / "journal.jsonl")
     try:
-        changed = _compare(settled, folder)
         kept = store.Store(folder / "checkpoints", run.checkpoint.keep)
         saved = kept.newest()
+        changed = _compare(settled, folder, saved)
+        told = [line["step"] for line in read_journal(journal.path) if line["event"] == "evaluation"]
         model = Transformer.on(settled.device, run.model, getattr(torch, run.train.dtype), run.train.seed)
         optimizer = Optimizer(model, run.optim)
         feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
@@ -201,8 +211,7 @@ def open_run(settled: Settled) -> Training:
         elif run.model.weights:
             hf.load(model, Path(run.model.weights))
         step, position = (saved.step, saved.about["position"]) if saved else (0, 0)
-        _write_records(settled, folder)
-        metrics = Metrics(folder, run.log, config.result_knobs(run))
+        metrics = Metrics(folder, run.log, config.result_knobs(run), journal.attempt, step)
     except BaseException:
         journal.close()
         raise
@@ -216,10 +225,15 @@ def open_run(settled: Settled) -> Training:
         changed=changed,
         layout=layout.degrees(run.parallel),
         batch=settings.batch_sequences(run),
+        dtype=run.train.dtype,
+        device=device_name(settled.device),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
     )
-    return Training(
-        settled, model, optimizer, feed, kept, journal, metrics, saved, step if saved else -1, step, position
-    )
+    _write_records(settled, folder)
+    saved_step, evaluated_step = saved.step if saved else -1, told[-1] if told else -1
+    state = (saved, saved_step, evaluated_step, step, position)
+    return Training(settled, model, optimizer, feed, kept, journal, metrics, *state)
 
 
 def dry_groups(settled: Settled) -> list[Group]:
@@ -228,16 +242,18 @@ def dry_groups(settled: Settled) -> list[Group]:
         return groups(Transformer(settled.run.model), settled.run.optim)
 
 
-def _compare(settled: Settled, folder: Path) -> dict[str, list[Any]]:
+def _compare(settled: Settled, folder: Path, saved: store.Saved | None) -> dict[str, list[Any]]:
     """What differs between the run in the folder and this one; refused unless it was allowed."""
     path = folder / "identity.json"
-    if not path.exists():
+    if not (path.exists() or saved):
         return {}
-    before, now = records.read_json(path, "identity", 1)["knobs"], json.loads(json.dumps(settled.identity))
+    before = records.read_json(path, "identity", 1)["knobs"] if path.exists() or not saved else saved.about["identity"]
+    now = json.loads(json.dumps(settled.identity))
     changed = {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}
     for key, (old, new) in changed.items():
         about_data = key.startswith("data.") or key in ("corpus", "tokenizer", "train.seed")
-        fixed = key.startswith("model.") or key == "train.dtype"
+        # Of another shape, or with moments of another kind, it could not go on; what it began from is in the past.
+        fixed = key.startswith("model.") or key in ("weights", "train.dtype", "optim.name")
         section = "data" if about_data else "train"
         if fixed or not getattr(settled.run, section).allow_change:
             way_on = "" if fixed else f", or go on with the change: --{section}.allow-change"

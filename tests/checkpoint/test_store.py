@@ -29,8 +29,8 @@ def test_round_trip_bit_for_bit(tmp_path):
         "x": torch.tensor([0.1, -0.0, float("inf"), float("nan"), 1e-45]),
         "y": torch.randn(2, 3, dtype=torch.float64),
     }
-    saved, removed = kept.save(7, odd, {"position": 42})
-    assert removed == []
+    saved = kept.save(7, odd, {"position": 42})
+    assert kept.trim() == []
     assert (saved.step, saved.about) == (7, {"position": 42})
     assert kept.newest() == saved
     assert store.contents(saved) == {name: tensor.shape for name, tensor in odd.items()}
@@ -45,11 +45,12 @@ def test_newest_is_by_order_of_commit_and_the_last_are_kept(tmp_path):
     for step in (1000, 5000):
         kept.save(step, tensors(step), {})
     # Rolled back to 3000: what was committed last counts, not the largest number.
-    _, removed = kept.save(3500, tensors(1), {})
+    kept.save(3500, tensors(1), {})
+    removed = kept.trim()
     assert kept.newest().step == 3500
     assert [old.step for old in removed] == [1000]
     assert [one.step for one in kept.all()] == [5000, 3500]
-    again, _ = kept.save(5000, tensors(2), {})
+    again = kept.save(5000, tensors(2), {})
     assert kept.newest().path == again.path
     into = {"b": torch.zeros(4, dtype=torch.int64)}
     store.load(again, into)
@@ -59,7 +60,7 @@ def test_newest_is_by_order_of_commit_and_the_last_are_kept(tmp_path):
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
 def test_damage_is_found(tmp_path, harm):
-    saved, _ = Store(tmp_path, keep=2).save(1, tensors(1), {})
+    saved = Store(tmp_path, keep=2).save(1, tensors(1), {})
     for name in saved.files:
         file = saved.path / name
         good = file.read_bytes()
@@ -75,8 +76,18 @@ def test_damage_is_found(tmp_path, harm):
     store.verify(saved)
 
 
+@pytest.mark.parametrize("harm", [("8", "9"), ("{", ""), ('"commit"', '"comit"')])
+def test_a_changed_manifest_is_found(tmp_path, harm):
+    kept = Store(tmp_path, keep=2)
+    manifest = kept.save(8, tensors(1), {"position": 8}).path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(*harm, 1))
+    with pytest.raises(StorageError, match=r"checkpoint step-00000008 is damaged: manifest.json") as caught:
+        kept.newest()
+    assert "move its folder away" in caught.value.fix
+
+
 def test_another_shape_or_name_is_refused(tmp_path):
-    saved, _ = Store(tmp_path, keep=2).save(1, tensors(1), {})
+    saved = Store(tmp_path, keep=2).save(1, tensors(1), {})
     with pytest.raises(OutlastError, match=r"model.a is \(3, 5\), wanted \(5, 3\)"):
         store.load(saved, {"model.a": torch.zeros(5, 3)})
     with pytest.raises(OutlastError, match="missing"):
@@ -112,7 +123,9 @@ while True:  # forked at each point, so that torch is loaded once
     child = os.fork()
     if child == 0:
         left = point
-        Store(Path({str(tmp_path)!r}), keep=1).save(2, {{"b": torch.arange(4) + 2}}, {{}})
+        kept = Store(Path({str(tmp_path)!r}), keep=1)
+        kept.save(2, {{"b": torch.arange(4) + 2}}, {{}})
+        kept.trim()
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -151,6 +164,7 @@ def test_a_full_disk_leaves_the_old_one_and_no_half(tmp_path, small_disk):
     assert [path.name for path in kept.folder.iterdir()] == ["step-00000001"]
     store.verify(kept.newest())
     kept.save(3, {"x": torch.zeros(1000)}, {})
+    assert [old.step for old in kept.trim()] == [1]
     assert kept.newest().step == 3
 
 

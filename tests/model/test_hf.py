@@ -7,6 +7,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
 from hf_reference import (
     FAMILIES,
     LINEAR,
@@ -22,10 +26,6 @@ from hf_reference import (
     saved,
     shape_of,
 )
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-
 from outlast.config import Model
 from outlast.errors import StorageError, UsageError, WeightsError
 from outlast.model import hf

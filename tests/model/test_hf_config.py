@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from hf_reference import LINEAR, LLAMA3, OLD, TINY, YARN, YARN_SET, config_file, shape_of
 from transformers import LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from hf_reference import LINEAR, LLAMA3, OLD, TINY, YARN, YARN_SET, config_file, shape_of
 from outlast import config
 from outlast.errors import WeightsError
 from outlast.model import hf, hf_config, rotary
@@ -159,7 +159,7 @@ def test_the_configuration_written_is_the_shape_read(rope, form, tmp_path):
     theirs.save_pretrained(tmp_path / "there")
     shape = shape_of(tmp_path / "there")
     before = json.loads((tmp_path / "there" / "config.json").read_text()) if form == "new" else {}
-    mine = hf_config.written(shape, torch.float16, 64, None, before)
+    mine = hf_config.written(shape, torch.float16, 1024, None, before)
     config_file(tmp_path / "back", **mine)
     assert shape_of(tmp_path / "back") == shape
     again = Qwen2Config.from_pretrained(tmp_path / "back")
