@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class TrainCommand(Run):
     dry_run: bool = False
     """Show the settings as resolved, parameters and memory, and leave."""
     profile: bool = False
-    """Write a profiler's trace of three steps to the run folder, trace.json, for chrome://tracing or Perfetto."""
+    """Write a profiler's trace to trace.json in the run folder, for chrome://tracing or Perfetto: of three steps after two."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         match words:
             case ["--version"]:
@@ -91,9 +93,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except _LeftError:  # before the loop, which finishes its step and says more
+        print("left at SIGTERM before the first step; the same command goes on", file=sys.stderr)
+        return errors.RESTART
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return errors.DONE
+
+
+class _LeftError(BaseException):
+    """SIGTERM came; not an Exception, so that nothing on the way takes it for a failure."""
+
+
+def _leave(_number: int, _frame: object) -> None:
+    raise _LeftError
 
 
 def read_run(command: type, args: Sequence[str], verb: str) -> tuple[Any, Callable[[str], str]]:
@@ -121,9 +136,11 @@ def read_run(command: type, args: Sequence[str], verb: str) -> tuple[Any, Callab
             return f"set by --{key.replace('_', '-')}"
         if key in in_file:
             return f"set in {path} [{section}] {name}" if section else f"set in {path} {name}"
-        return f"at its default; set it in [{section}] {name} or by --{key.replace('_', '-')}"
+        return f"at its default; set it in [{section}] {name} or by --{key.replace('_', '-')}" if section else ""
 
     start = {"folder": f"runs/{path.stem if path else 'run'}"} | in_file
+    if path and path.name == "run.toml" and (path.parent / "identity.json").exists():
+        start["folder"] = str(path.parent)  # a run's own record: it may have been moved since
     with where_set(origin):
         run = settings.read_command_line(command, words, config.replaced(command(), start), f"outlast {verb}")
         if run.model.weights:
@@ -197,6 +214,8 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
         console.print(records.run_file(settled.run), highlight=False, soft_wrap=True, markup=False)
         say.opening(console, settled, start.dry_groups(settled), Store(folder / "checkpoints", 1).newest())
         return errors.DONE
+    if profile:
+        start.check_trace(settled, watchers.Trace.STEPS)
     training = start.open_run(settled)
     try:
         say.opening(console, settled, training.optimizer.groups, training.saved)
@@ -205,11 +224,6 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
             watchers.Record(training),
             say.Lines(console, settled.run.train.steps),
         ]
-        if profile and training.last_step - training.step < watchers.Trace.STEPS:
-            raise UsageError(
-                f"--profile takes {watchers.Trace.STEPS} steps, and {training.last_step - training.step} are left",
-                fix="profile an earlier part, or a longer run",
-            )
         if profile:
             lookers.append(watchers.Trace(folder / "trace.json", training.step + 1))
         ending = loop.train(training, lookers)
@@ -261,11 +275,18 @@ def generate(args: Sequence[str]) -> int:
     from outlast.serve.trained import open_trained
 
     options = dataclasses.asdict(command)
-    if command.max_tokens < 1 or command.temperature < 0 or not 0 < command.top_p <= 1:
-        raise UsageError(
-            f"cannot draw with {options}",
-            fix="max-tokens at least 1, temperature at least 0, top-p above 0 and at most 1",
-        )
+    draws = (
+        command.max_tokens >= 1,
+        0 <= command.temperature < float("inf"),
+        0 < command.top_p <= 1,
+        0 <= command.seed < 1 << 63,
+    )
+    if not all(draws):
+        told = ", ".join(f"{name.replace('_', '-')} {given}" for name, given in options.items())
+        fix = "max-tokens at least 1, temperature at least 0, top-p above 0 and at most 1, seed from 0 to 2^63 - 1"
+        raise UsageError(f"cannot draw with {told}", fix=fix)
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in prompt):
+        raise UsageError("the prompt is not UTF-8", fix="check the terminal's encoding")
     print(prompt + serving.text(open_trained(Path(run)), prompt, **options))
     return errors.DONE
 
@@ -287,7 +308,7 @@ def positional(command: type, args: Sequence[str], verb: str, names: tuple[str, 
         print(f"outlast {verb} {' '.join(names)}\n")
         settings.read_command_line(command, ["--help"], command(), f"outlast {verb}")
     words = list(args[: len(names)])
-    if len(words) < len(names) or any(word.startswith("--") for word in words):
+    if len(words) < len(names) or words[0].startswith("--"):
         raise UsageError(f"outlast {verb} takes {' '.join(names)}", fix=f"see outlast {verb} --help")
     return words, settings.read_command_line(command, args[len(names) :], command(), f"outlast {verb}")
 
@@ -299,7 +320,7 @@ def demo(args: Sequence[str]) -> int:
     folder = next(path for n in range(1, 10_000) if not (path := Path(f"runs/demo-{n}")).exists())
     # Muon learns the most from the few tokens that a laptop reads in a minute.
     chosen = {"data.tokenizer": "bpe", "data.sequence_length": 256, "optim.name": "muon", "optim.lr": 1e-2}
-    chosen |= {"train.steps": 120, "eval.every": 40, "eval.samples": 32}
+    chosen |= {"train.steps": 80, "eval.every": 40, "eval.samples": 16}
     run = config.replaced(Run(), {"folder": str(folder)} | chosen)
     code = run_training(run, dry_run=False, profile=False)
     if code == errors.DONE:

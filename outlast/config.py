@@ -20,15 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-
-def result(default: Any) -> Any:
-    """A knob that bears on the result: part of the run's identity."""
-    return dataclasses.field(default=default, metadata={"result": True})
+Range = Literal["", "> 0", ">= 0", "[0, 1)", "[0, 1]"]
+"""The numbers that a knob takes; all where it is empty."""
 
 
-def free(default: Any) -> Any:
+def result(default: Any, within: Range = "", most: int = 1 << 31) -> Any:
+    """A knob that bears on the result: part of the run's identity; `within` and `most` say which numbers it takes."""
+    return dataclasses.field(default=default, metadata={"result": True, "within": within, "most": most})
+
+
+def free(default: Any, within: Range = "", most: int = 1 << 31) -> Any:
     """A knob that may change from one start to the next without changing the result."""
-    return dataclasses.field(default=default, metadata={"result": False})
+    return dataclasses.field(default=default, metadata={"result": False, "within": within, "most": most})
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,17 @@ class Data:
     """Field of a .jsonl or .parquet record that holds the text. Records with `prompt` and `completion`, or `messages`, learn on the answers only."""
     tokenizer: str = free("auto")
     """`bytes`, `bpe` (trained on this corpus), or a tokenizer.json. `auto` takes the one beside `model.weights`, else `bytes`. Known by content too."""
-    bpe_vocab: int = result(4096)
+    bpe_vocab: int = result(4096, "> 0", most=1 << 24)
     """Number of tokens of a `bpe` tokeniser."""
     eos: str = result("")
     """End-of-document token of a given tokenizer.json. Empty: found by its usual names."""
-    sequence_length: int = result(512)
+    sequence_length: int = result(512, "> 0")
     """Tokens in a sample."""
     packing: Literal["stream", "whole"] = result("stream")
     """`stream` cuts the running text every `sequence_length` tokens. `whole` begins a new sample rather than cut a document that fits in one."""
     attend_across: bool = result(False)
     """Let attention and positions run on from one document of a sample into the next."""
-    held_out: float = result(0.01)
+    held_out: float = result(0.01, "[0, 1)")
     """Share of the documents kept out of training, for evaluation."""
     bad_records: Literal["skip", "stop"] = result("skip")
     """What to do at a damaged record. Either way it is named by file and line, and counted."""
@@ -69,19 +72,19 @@ class Model:
 
     weights: str = free("")
     """Hugging Face directory (Llama, Qwen2, Qwen3) to begin from. Empty: random weights. Known by content too."""
-    vocab_size: int = result(0)
+    vocab_size: int = result(0, ">= 0")
     """Rows of the embedding. 0: as many as the tokeniser has tokens."""
-    hidden_size: int = result(256)
+    hidden_size: int = result(256, "> 0")
     """Width of the residual stream."""
-    intermediate_size: int = result(704)
+    intermediate_size: int = result(704, "> 0")
     """Width of the feed-forward layer."""
-    num_layers: int = result(4)
+    num_layers: int = result(4, "> 0", most=10_000)
     """Transformer blocks."""
-    num_heads: int = result(4)
+    num_heads: int = result(4, "> 0")
     """Query heads."""
-    num_kv_heads: int = result(2)
+    num_kv_heads: int = result(2, "> 0")
     """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
-    head_dim: int = result(64)
+    head_dim: int = result(64, "> 0")
     """Channels of a head."""
     tie_embeddings: bool = result(True)
     """Use the embedding as the output projection too."""
@@ -93,25 +96,25 @@ class Model:
     """Bias on the attention's output projection."""
     mlp_bias: bool = result(False)
     """Biases on the feed-forward projections."""
-    norm_eps: float = result(1e-5)
+    norm_eps: float = result(1e-5, "> 0")
     """Added to the mean square before its root is taken."""
-    rope_theta: float = result(10000.0)
+    rope_theta: float = result(10000.0, "> 0")
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = result("none")
     """How the rotary frequencies are stretched for contexts longer than the original."""
-    rope_factor: float = result(1.0)
+    rope_factor: float = result(1.0, "> 0")
     """Stretch of the context: new length over original."""
-    rope_original: int = result(8192)
+    rope_original: int = result(8192, "> 0")
     """Context the frequencies were made for, in tokens (llama3, yarn)."""
-    rope_low: float = result(1.0)
+    rope_low: float = result(1.0, "> 0")
     """llama3: low_freq_factor. yarn: beta_slow. Turns over the original context below which a frequency is fully stretched."""
-    rope_high: float = result(0.0)
+    rope_high: float = result(0.0, ">= 0")
     """llama3: high_freq_factor. yarn: beta_fast. Turns over the original context above which a frequency is left alone. 0: 4 for llama3, 32 for yarn."""
-    rope_attention: float = result(0.0)
+    rope_attention: float = result(0.0, ">= 0")
     """yarn: factor on cosines and sines. 0: 0.1 ln(rope_factor) + 1."""
-    init_std: float = result(0.02)
+    init_std: float = result(0.02, ">= 0")
     """Standard deviation of random weights. Projections back into the residual stream get it over sqrt(2 num_layers)."""
-    dropout: float = result(0.0)
+    dropout: float = result(0.0, "[0, 1)")
     """Probability of zeroing a channel of the embedding and of each block's two additions to the residual stream."""
 
 
@@ -121,19 +124,19 @@ class Optim:
 
     name: Literal["adamw", "muon"] = result("adamw")
     """`muon` orthogonalises the update of hidden matrices; embeddings, output, norms and biases stay with AdamW."""
-    lr: float = result(3e-4)
+    lr: float = result(3e-4, ">= 0")
     """Peak learning rate."""
-    beta1: float = result(0.9)
+    beta1: float = result(0.9, "[0, 1)")
     """AdamW: decay of the first moment."""
-    beta2: float = result(0.95)
+    beta2: float = result(0.95, "[0, 1)")
     """AdamW: decay of the second moment."""
-    eps: float = result(1e-8)
+    eps: float = result(1e-8, "> 0")
     """AdamW: added to the root of the second moment."""
-    momentum: float = result(0.95)
+    momentum: float = result(0.95, "[0, 1)")
     """Muon: decay of the momentum."""
-    weight_decay: float = result(0.1)
+    weight_decay: float = result(0.1, ">= 0")
     """Decoupled weight decay of matrices. Embeddings, norms and biases are exempt."""
-    clip: float = result(1.0)
+    clip: float = result(1.0, ">= 0")
     """Largest global gradient norm. 0: no clipping."""
 
 
@@ -143,11 +146,11 @@ class Schedule:
 
     name: Literal["cosine", "wsd", "constant"] = result("cosine")
     """After the warmup: half a cosine down, warmup-stable-decay (a plateau, then a straight line down), or constant."""
-    warmup: int = result(20)
+    warmup: int = result(20, ">= 0")
     """Steps of linear rise from 0."""
-    decay: int = result(0)
+    decay: int = result(0, ">= 0")
     """wsd: steps of the final descent. 0: a fifth of all."""
-    final: float = result(0.1)
+    final: float = result(0.1, "[0, 1]")
     """Learning rate at the end, as a share of the peak."""
 
 
@@ -155,23 +158,23 @@ class Schedule:
 class Train:
     """The loop."""
 
-    steps: int = result(200)
+    steps: int = result(200, "> 0")
     """Optimizer steps of the whole run."""
-    stop_at: int = free(0)
+    stop_at: int = free(0, ">= 0")
     """Leave after this step, checkpoint written; the same command without it goes on. 0: at the end."""
-    batch: int = result(8)
+    batch: int = result(8, "> 0", most=1 << 40)
     """Size of a step, over all ranks and micro-batches, in `batch_unit`. Tokens are sequences x length, padding included."""
     batch_unit: Literal["sequences", "tokens"] = result("sequences")
     """Unit of `batch`."""
-    micro_batch: int = free(8)
+    micro_batch: int = free(8, "> 0")
     """Most sequences in one forward pass of one rank; how many passes make a step follows from it."""
-    seed: int = result(0)
+    seed: int = result(0, ">= 0", most=(1 << 63) - 1)
     """Seed of initial weights, dropout and order of samples."""
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = result("auto")
     """Compute type. Weights and moments are float32, or float64 with it. `auto`: bfloat16 where the device has it, else float32."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """Where to compute. `auto`: cuda where there is one."""
-    threads: int = free(0)
+    threads: int = free(0, ">= 0", most=1024)
     """Threads for the CPU's kernels. 0: one a core this process may use."""
     compile: bool = free(False)
     """Run the blocks through torch.compile. Rounding changes as it does with another layout."""
@@ -185,9 +188,9 @@ class Train:
 class Eval:
     """Evaluation on the held-out documents."""
 
-    every: int = free(100)
+    every: int = free(100, ">= 0")
     """Steps between evaluations; one is made at the start and one at the end too. 0: those two alone."""
-    samples: int = free(64)
+    samples: int = free(64, ">= 0")
     """Held-out samples to evaluate on: the first so many, always the same."""
 
 
@@ -195,9 +198,9 @@ class Eval:
 class Checkpoint:
     """What survives a crash."""
 
-    every: int = free(100)
+    every: int = free(100, "> 0")
     """Steps between checkpoints; one is always written at the end."""
-    keep: int = free(3)
+    keep: int = free(3, "> 0")
     """Newest checkpoints to keep."""
 
 
@@ -215,11 +218,11 @@ class Log:
 class Parallel:
     """The wished-for layout. The product of the degrees is the number of ranks."""
 
-    dp_replicate: int = free(1)
+    dp_replicate: int = free(1, "> 0")
     """Copies of the model, each fed other samples."""
-    dp_shard: int = free(1)
+    dp_shard: int = free(1, "> 0")
     """Ranks that share one copy's weights, gradients and moments, each fed other samples."""
-    tp: int = free(1)
+    tp: int = free(1, "> 0")
     """Ranks that share every matrix and the attention heads."""
 
 
@@ -228,7 +231,7 @@ class Run:
     """A run: everything its result depends on but the corpus, and the rest of its settings."""
 
     folder: str = free("")
-    """Where the run lives. Empty: runs/ and the run file's name."""
+    """Where the run lives. Left out: runs/ and the run file's name."""
     data: Data = Data()
     model: Model = Model()
     optim: Optim = Optim()
@@ -248,6 +251,8 @@ class Knob:
     type: Any
     default: Any
     result: bool
+    within: Range
+    most: int
     help: str
 
 
@@ -270,7 +275,7 @@ def knobs(section: type = Run, prefix: str = "") -> Iterator[Knob]:
             yield from knobs(typing.cast(type, field.type), f"{field.name}.")
         else:
             yield Knob(
-                prefix + field.name, field.type, field.default, field.metadata["result"], _help(section)[field.name]
+                prefix + field.name, field.type, field.default, **field.metadata, help=_help(section)[field.name]
             )
 
 

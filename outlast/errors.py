@@ -79,7 +79,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     Returns:
         ``perhaps you meant X``: one of the same section, else one of that name elsewhere. Where nothing is close, all
-        that section has, or all there is.
+        that section has, or which sections there are.
     """
     choices, section, name = list(known), *word.rpartition(".")[::2]
     beside = [choice for choice in choices if choice.rpartition(".")[0] == section]
@@ -87,4 +87,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
         names = {choice.rpartition(".")[2]: choice for choice in among}
         if close := difflib.get_close_matches(name, names, n=1, cutoff=least):
             return f"perhaps you meant {names[close[0]]}"
-    return "known: " + ", ".join(beside or choices)
+    sections = dict.fromkeys(choice.rpartition(".")[0] for choice in choices)
+    sections.pop("", None)
+    return "known: " + ", ".join(
+        beside if section and beside else [*beside, *(f"{name}.…" for name in sections)] or choices
+    )

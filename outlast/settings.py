@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import io
+import math
 import tomllib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from outlast.config import Run, knobs, value
+from outlast.config import Knob, Run, knobs, value
 from outlast.errors import UsageError, nearest
 
 
@@ -40,7 +41,7 @@ def read_file(path: Path) -> dict[str, Any]:
         UsageError: the file is not there, is not TOML, or sets what is unknown or of another type.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         beside = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         raise UsageError(f"there is no run file {path}", fix=nearest(str(path), beside) if beside else "") from None
@@ -127,21 +128,12 @@ def check(run: Run) -> None:
     Raises:
         UsageError: naming the first such knob, its value and its range.
     """
-    positive = ["data.sequence_length", "data.bpe_vocab", "model.hidden_size", "model.intermediate_size", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.head_dim", "model.norm_eps", "model.rope_theta", "model.rope_factor", "model.rope_original", "optim.eps", "train.steps", "train.batch", "train.micro_batch", "checkpoint.every", "checkpoint.keep", "parallel.dp_replicate", "parallel.dp_shard", "parallel.tp"]  # fmt: skip
-    not_negative = ["model.vocab_size", "model.init_std", "optim.lr", "optim.weight_decay", "optim.clip", "schedule.warmup", "schedule.decay", "train.stop_at", "train.seed", "train.threads", "eval.every", "eval.samples"]  # fmt: skip
-    share = ["data.held_out", "model.dropout", "optim.beta1", "optim.beta2", "optim.momentum"]
-    ranges = (
-        (positive, "more than 0", lambda x: x > 0),
-        (not_negative, "0 or more", lambda x: x >= 0),
-        (share, "at least 0 and less than 1", lambda x: 0 <= x < 1),
-        (["schedule.final"], "from 0 to 1", lambda x: 0 <= x <= 1),
-    )
-    for keys, wanted, fits in ranges:
-        for key in keys:
-            if not (fits(value(run, key)) and value(run, key) < float("inf")):
-                raise UsageError(f"{key} is {value(run, key)}", fix=f"it must be {wanted}", key=key)
+    for knob in knobs():
+        _check_one(knob, value(run, knob.key))
     if not run.data.sources:
         raise UsageError("there is nothing to learn from: data.sources is empty", key="data.sources")
+    if not all(run.data.sources):
+        raise UsageError("a source is empty", fix="name a file or folder; this folder is ./", key="data.sources")
     if run.data.weights and len(run.data.weights) != len(run.data.sources):
         raise UsageError(
             f"{len(run.data.weights)} weights for {len(run.data.sources)} sources",
@@ -166,6 +158,27 @@ def check(run: Run) -> None:
     _check_rotary(run)
     _check_steps(run)
     batch_sequences(run)
+
+
+def _check_one(knob: Knob, given: Any) -> None:
+    """Refuse a value for what it is, whatever the others are."""
+    wanted = ""
+    if knob.type is float and not math.isfinite(given):
+        wanted = "a finite number"
+    elif knob.type is int and given > knob.most:
+        wanted = f"at most {knob.most:,}"
+    elif knob.key in ("folder", "data.cache", "data.text_field") and not given:
+        wanted = "something; leave it out for the default"
+    elif knob.within:
+        words, fits = {
+            "> 0": ("more than 0", given > 0),
+            ">= 0": ("0 or more", given >= 0),
+            "[0, 1)": ("at least 0 and less than 1", 0 <= given < 1),
+            "[0, 1]": ("from 0 to 1", 0 <= given <= 1),
+        }[knob.within]
+        wanted = "" if fits else words
+    if wanted:
+        raise UsageError(f"{knob.key} is {given!r}", fix=f"it must be {wanted}", key=knob.key)
 
 
 def _check_rotary(run: Run) -> None:

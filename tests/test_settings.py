@@ -1,6 +1,7 @@
 """What users write is read as they mean it, or refused in one line."""
 
 import dataclasses
+import math
 import tomllib
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_batch_in_tokens_is_whole_sequences_or_names_the_nearest(batch, length
 )  # fmt: skip
 def test_values_no_run_could_use(key, given):
     with pytest.raises(UsageError) as caught:
-        settings.check(config.replaced(Run(), {key: given}))
+        settings.check(config.replaced(Run(), {"folder": "x", key: given}))
     assert caught.value.key == key
 
 
@@ -136,21 +137,29 @@ def test_values_that_do_not_fit_each_other():
         ({"model.rope_scaling": "yarn", "model.rope_low": 0.0}, "model.rope_low"),
     ):
         with pytest.raises(UsageError) as caught:
-            settings.check(config.replaced(Run(), values))
+            settings.check(config.replaced(Run(), {"folder": "x"} | values))
         assert caught.value.key == key
 
 
 def test_defaults_pass():
-    settings.check(Run())
+    settings.check(config.replaced(Run(), {"folder": "runs/x"}))
 
 
 def test_every_number_has_a_range():
-    """A knob whose negative or NaN value is accepted would be one nobody thought about."""
-    free = {"train.threads", "model.rope_low", "model.rope_high", "model.rope_attention"}
+    """A knob whose negative, endless or enormous value is accepted would be one nobody thought about."""
     for knob in knobs():
-        if knob.type in (int, float) and knob.key not in free:
-            with pytest.raises(UsageError):
-                settings.check(config.replaced(Run(), {knob.key: knob.type(-1)}))
+        if knob.type in (int, float):
+            assert knob.within, knob.key
+            for bad in (-1, *([math.nan, math.inf] if knob.type is float else [1 << 64])):
+                with pytest.raises(UsageError) as caught:
+                    settings.check(config.replaced(Run(), {"folder": "x", knob.key: knob.type(bad)}))
+                assert caught.value.key == knob.key
+
+
+@pytest.mark.parametrize("key", ["folder", "data.cache", "data.text_field"])
+def test_empty_words(key):
+    with pytest.raises(UsageError, match=key):
+        settings.check(config.replaced(Run(), {"folder": "x", key: ""}))
 
 
 def test_result_knobs_are_marked():

@@ -66,7 +66,7 @@ def tokens(
 
 
 def _chosen(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature < 1e-6:  # dividing by less would overflow
         return int(logits_V.argmax())
     chances, order = torch.sort(torch.softmax(logits_V / temperature, dim=-1), descending=True)
     chances[chances.cumsum(-1) - chances >= top_p] = 0

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import outlast
 from outlast import journal, settings
@@ -33,11 +34,12 @@ def size(count: float, unit: str = "B") -> str:
 def facts(console: Console, title: str, lines: list[tuple[str, str]]) -> None:
     """Print named facts: a panel where a person looks on, else a line each."""
     if not console.is_terminal:
-        console.print(title, *(f"  {name}: {fact}" for name, fact in lines), sep="\n", soft_wrap=True, highlight=False)
+        told = (f"  {name}: {fact}" if name else f"  {fact}" for name, fact in lines)
+        console.print(title, *told, sep="\n", soft_wrap=True, highlight=False, markup=False)
         return
     table = Table.grid(padding=(0, 2))
     for name, fact in lines:
-        table.add_row(f"[bold]{name}[/]", fact)
+        table.add_row(Text(name, style="bold"), Text(fact))
     console.print(Panel(table, title=title, title_align="left", expand=False))
 
 
@@ -75,7 +77,9 @@ def opening(console: Console, settled: Settled, groups: list[Group], saved: Save
     ]  # fmt: skip
     facts(console, f"outlast {outlast.__version__} train", lines)
     for where, why_not in data.first_damaged[:3]:
-        console.print(f"  passed over {where}: {why_not}", style="yellow", highlight=False, soft_wrap=True)
+        console.print(
+            f"  passed over {where}: {why_not}", style="yellow", highlight=False, soft_wrap=True, markup=False
+        )
 
 
 def _parts(settled: Settled) -> tuple[list, list]:
@@ -102,6 +106,12 @@ class Lines(Watcher):
     def __init__(self, console: Console, steps: int) -> None:
         self.console, self.steps = console, steps
 
+    def evaluation(self, step: int, loss: float) -> None:
+        """Print the loss."""
+        self.console.print(
+            f"step {step:>{len(str(self.steps))}}/{self.steps}  held-out loss {loss:.4f}", highlight=False
+        )
+
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """Print the step's numbers."""
         known = {name: number or 0.0 for name, number in numbers.items()}
@@ -115,6 +125,10 @@ class Lines(Watcher):
         )
 
 
+def _not_evaluated(training: Training) -> str:
+    return "n/a: no document is held out" if training.run.eval.samples else "n/a: eval.samples is 0"
+
+
 def closing(console: Console, training: Training, ending: Ending) -> None:
     """Say what came of it."""
     run, folder = training.run, Path(training.run.folder)
@@ -124,7 +138,7 @@ def closing(console: Console, training: Training, ending: Ending) -> None:
         ("steps", f"{training.step} of {run.train.steps}" + (f", left at {ending.signal}" if ending.signal else "")),
         (
             "held-out loss",
-            " → ".join(dict.fromkeys([losses[0], losses[-1]])) if losses else "n/a: no document is held out",
+            " → ".join(dict.fromkeys([losses[0], losses[-1]])) if losses else _not_evaluated(training),
         ),
     ]
     if ending.tokens_per_second:

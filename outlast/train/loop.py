@@ -64,7 +64,7 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
         compile_blocks(model)
     with stop_requests() as requests:
         if training.step == 0:
-            evaluate(training)
+            evaluate(training, watchers)
         while training.step < last and not requests:
             step, started = training.step + 1, time.perf_counter()
             work = batches.step(training.feed, training.position, batch, run.train.micro_batch)
@@ -97,11 +97,11 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
             if step % run.checkpoint.every == 0 or step == last or requests:
                 training.save()
             if run.eval.every and step % run.eval.every == 0 and step < last and not requests:
-                evaluate(training)
+                evaluate(training, watchers)
         if training.step != training.saved_step and ending.seconds:  # asked to leave during an evaluation
             training.save()
         if training.step == last and training.evaluated_step != last:
-            evaluate(training)
+            evaluate(training, watchers)
     ending.signal, ending.total_seconds = requests[0] if requests else "", time.perf_counter() - begun
     return ending
 
@@ -137,7 +137,7 @@ def measured(
 
 
 @torch.no_grad()
-def evaluate(training: Training) -> None:
+def evaluate(training: Training, watchers: Sequence[Watcher]) -> None:
     """Record the mean loss over the learned tokens of the held-out samples, in nats; nothing where none are held out."""
     training.model.eval()
     total, learned = 0.0, 0
@@ -148,6 +148,8 @@ def evaluate(training: Training) -> None:
         training.journal.write("evaluation", training.step, loss=total / learned)
         training.evaluated_step = training.step
         training.metrics.write(training.step, {"held_out_loss": total / learned})
+        for watcher in watchers:
+            watcher.evaluation(training.step, total / learned)
 
 
 def compile_blocks(model: Transformer) -> None:

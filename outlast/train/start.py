@@ -25,6 +25,7 @@ from outlast.journal import read as read_journal
 from outlast.metrics import Metrics
 from outlast.model import hf
 from outlast.model.transformer import Transformer
+from outlast.plan import memory
 from outlast.train.optimizer import Group, Optimizer, groups
 
 
@@ -81,7 +82,7 @@ class Training:
     @property
     def last_step(self) -> int:
         """The step to leave after."""
-        return min(self.run.train.stop_at or self.run.train.steps, self.run.train.steps)
+        return self.run.train.stop_at or self.run.train.steps
 
     def save(self) -> None:
         """Commit a checkpoint of the last finished step."""
@@ -193,6 +194,7 @@ def open_run(settled: Settled) -> Training:
         StorageError: it cannot be written, or the checkpoint is damaged.
     """
     run, folder = settled.run, Path(settled.run.folder)
+    _check_memory(settled)
     journal = Journal(folder / "journal.jsonl")
     try:
         kept = store.Store(folder / "checkpoints", run.checkpoint.keep)
@@ -231,9 +233,34 @@ def open_run(settled: Settled) -> Training:
         torch=torch.__version__,
     )
     _write_records(settled, folder)
+    (folder / "outcome.json").unlink(missing_ok=True)  # of the start before
     saved_step, evaluated_step = saved.step if saved else -1, told[-1] if told else -1
     state = (saved, saved_step, evaluated_step, step, position)
     return Training(settled, model, optimizer, feed, kept, journal, metrics, *state)
+
+
+def check_trace(settled: Settled, steps: int) -> None:
+    """Refuse a trace where fewer steps are left than it takes. Raises UsageError."""
+    run = settled.run
+    saved = store.Store(Path(run.folder) / "checkpoints", run.checkpoint.keep).newest()
+    left = (run.train.stop_at or run.train.steps) - (saved.step if saved else 0)
+    if left < steps:
+        raise UsageError(
+            f"--profile takes {steps} steps, and {left} are left", fix="profile an earlier part, or a longer run"
+        )
+
+
+def _check_memory(settled: Settled) -> None:
+    """Refuse what could never fit, before the system ends the process for it."""
+    run, cuda = settled.run, settled.device.type == "cuda"
+    needed = memory.state(run.model, run.train.dtype, run.optim.name).total
+    there = torch.cuda.mem_get_info(settled.device)[1] if cuda else psutil.virtual_memory().total
+    if needed > there:
+        raise UsageError(
+            f"weights, gradients and moments take {needed / 1e9:,.1f} GB, and {device_name(settled.device)} has {there / 1e9:,.1f} GB",
+            fix="make the model smaller; outlast train --dry-run shows what takes how much",
+            key="model.hidden_size",
+        )
 
 
 def dry_groups(settled: Settled) -> list[Group]:
@@ -247,7 +274,11 @@ def _compare(settled: Settled, folder: Path, saved: store.Saved | None) -> dict[
     path = folder / "identity.json"
     if not (path.exists() or saved):
         return {}
-    before = records.read_json(path, "identity", 1)["knobs"] if path.exists() or not saved else saved.about["identity"]
+    before = records.read_json(path, "identity", 1).get("knobs") if path.exists() else saved and saved.about["identity"]
+    if not isinstance(before, dict):
+        raise ResumeError(
+            "the run's identity is damaged", fix="remove the file: the checkpoints have it too", where=str(path)
+        )
     now = json.loads(json.dumps(settled.identity))
     changed = {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}
     for key, (old, new) in changed.items():
@@ -260,7 +291,7 @@ def _compare(settled: Settled, folder: Path, saved: store.Saved | None) -> dict[
             raise ResumeError(
                 f"the run in {folder} was begun with {key} = {old!r}, and this command has {new!r}",
                 fix=f"give this one another folder: --folder runs/NAME{way_on}",
-                key=key,
+                key={"corpus": "data.sources", "tokenizer": "data.tokenizer", "weights": "model.weights"}.get(key, key),
             )
     return changed
 

@@ -1,4 +1,4 @@
-"""Those who look on while a run trains: each is told three times a step, and none is known to the loop by name."""
+"""Those who look on while a run trains: each is told of every step, and none is known to the loop by name."""
 
 from pathlib import Path
 from typing import Final
@@ -11,7 +11,7 @@ from outlast.train.start import Training
 
 
 class Watcher:
-    """Someone who looks on; overrides those of the three calls that it wants."""
+    """Someone who looks on; overrides those of the calls that it wants: three a step, one an evaluation."""
 
     def batch(self, step: int, work: Step) -> None:
         """The step's samples were read."""
@@ -21,6 +21,9 @@ class Watcher:
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """The weights were updated; the step's numbers are as metrics.jsonl gets them."""
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """The held-out samples were evaluated: the mean loss over their learned tokens."""
 
 
 class Record(Watcher):
