@@ -2,7 +2,7 @@
 
 Sleeping is how outlast sets them; by default the OpenMP runtime lets them spin for a while first.
 
-Goals: beside the busy process sleeping takes at most half the time of spinning; alone, at most 1.0 of it or inside the
+Goals: beside the busy process sleeping takes at most three quarters of the time of spinning; alone, at most 1.0 of it or inside the
 spread of sleeping against itself.
 
 The runtime takes its policy from the environment when torch is loaded, so each has a process of its own, and the two
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from benchmarks import measure
 
 GOALS = [
-    "beside a busy process: sleeping / spinning at most 0.5",
+    "beside a busy process: sleeping / spinning at most 0.75",
     "alone: at most 1.0, or inside the spread of sleeping against itself",
 ]
 THREADS = 2
@@ -79,7 +79,7 @@ def main() -> None:
             beside = measure.paired(sleeping, spinning, options.rounds)
     for place, pair, met in (
         ("alone", alone, alone.meets(1.0)),
-        ("beside a busy process", beside, beside.ratio <= 0.5),
+        ("beside a busy process", beside, beside.ratio <= 0.75),
     ):
         rows.append(row(place, pair))
         missed += [] if met else [f"{place}: {pair.ratio:.3f}"]
