@@ -1,6 +1,6 @@
 """A training step of ours against transformers' LlamaForCausalLM: same weights, batch, threads and optimizer.
 
-Goal: median ratio ours / theirs at most 1.0, or inside the spread of theirs against itself.
+Goal: median ratio ours / theirs at most 1.0, or inside the spread of ours against itself.
 
 A step is forward, loss, backward, clipping and a fused AdamW update, in float32 on the CPU, one document a sequence.
 Beside it the limit: the step's matrix products alone, same shapes and threads, forward and both backward ones.
@@ -24,7 +24,7 @@ from outlast.model.transformer import Packing, Transformer
 from outlast.plan import memory
 from outlast.train.optimizer import Optimizer, clip
 
-GOAL = "median ratio ours / transformers at most 1.0, or inside the spread of transformers against itself"
+GOAL = "median ratio ours / transformers at most 1.0, or inside the spread of ours against itself"
 THREADS = 2
 LR = 1e-5
 CASES = {

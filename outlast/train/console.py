@@ -145,7 +145,10 @@ def closing(console: Console, training: Training, ending: Ending) -> None:
         lines.append(("speed", f"{size(ending.tokens_per_second, 'tokens/s')}, checkpoints and evaluations included"))
     if run.train.compile and ending.compile_seconds is not None:
         lines.append(
-            ("compilation", f"{ending.compile_seconds:.1f} s: what the first step took longer than the second")
+            (
+                "compilation",
+                f"{ending.compile_seconds:.1f} s in the first step, more than the second took; the first evaluation compiles too",
+            )
         )
     lines.append(("run", f"{folder}: journal.jsonl, metrics.jsonl, checkpoints/"))
     if training.step < run.train.steps:
