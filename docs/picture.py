@@ -41,10 +41,12 @@ def run(folder: str, until: str, *more: str) -> list[str]:
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """All but the inner step lines, blank ones, and the list of what the corpus is known to be damaged at."""
+    """All but the inner step lines, blank ones, the progress bar, and what the corpus is known to be damaged at."""
     steps = [i for i, line in enumerate(lines) if re.search(r"step +\d+/", line)]
     lines = ["  …" if i == steps[2] else line for i, line in enumerate(lines) if i not in steps[3:-2]]
-    return [line for line in lines if Text.from_ansi(line).plain.strip() and "  passed over" not in line]
+    return [
+        line for line in lines if Text.from_ansi(line).plain.strip() and not re.search("  passed over|tokenis", line)
+    ]
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
         first = shortened(run(folder, "step  6/"))
         second = shortened(run(folder, "", "--train.stop-at", "12"))
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    shown = ["$ outlast train configs/tiny.toml --train.steps 60            # SIGTERM in step 6", *first]
+    shown = ["$ outlast train configs/tiny.toml --train.steps 60            # SIGTERM after step 6", *first]
     shown += ["$ outlast train configs/tiny.toml --train.steps 60 --train.stop-at 12", *second]
     console.print(Text.from_ansi("\n".join(shown)))
     no_web_fonts = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

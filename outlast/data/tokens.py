@@ -198,9 +198,11 @@ def _workplace(folder: Path) -> Iterator[Path]:
     half = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.half")
     lock = half.with_suffix(".lock")
     try:
-        with open(lock, "ab") as ours:
+        taken = lock.with_suffix(".taken")
+        with open(taken, "ab") as ours:
             with contextlib.suppress(OSError):
                 fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(taken, lock)  # seen by others only once it is held
             half.mkdir()
             if folder.exists() and not _opened(folder):
                 os.rename(folder, half / "damaged")
