@@ -261,6 +261,7 @@ def tokenize(args: Sequence[str]) -> int:
             lines.append((f"{group.name}, {name}", f"{len(part):,} tokens in {part.documents:,} documents"))
     samples = sum(map(len, feed.samples))
     lines.append(("samples", f"{samples:,} of {run.data.sequence_length:,} tokens, {run.data.packing} packing"))
+    lines.append(("read", f"{say.size(corpus.bytes)}, {corpus.empty:,} empty documents left out"))
     lines.append(("damaged", f"{corpus.damaged} passed over" if corpus.damaged else "none"))
     lines += [("", f"{where}: {why}") for where, why in corpus.first_damaged]
     lines.append(("cache", str(corpus.folder)))
