@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
-    except _LeftError:  # before the loop, which finishes its step and says more
-        print("left at SIGTERM before the first step; the same command goes on", file=sys.stderr)
-        return errors.RESTART
+        return errors.INTERRUPTED
+    except _LeftError as left:  # outside the loop, which finishes its step and says more
+        print("left at SIGTERM before or after the steps; the same command goes on", file=sys.stderr)
+        return left.exit_code
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _LeftError(BaseException):
     """SIGTERM came; not an Exception, so that nothing on the way takes it for a failure."""
+
+    exit_code = errors.RESTART
 
 
 def _leave(_number: int, _frame: object) -> None:
@@ -227,16 +229,18 @@ def run_training(run: Run, dry_run: bool, profile: bool) -> int:
         if profile:
             lookers.append(watchers.Trace(folder / "trace.json", training.step + 1))
         ending = loop.train(training, lookers)
-        outcome, code = ("done", errors.DONE)
-        if ending.signal:
-            outcome, code = (f"left at {ending.signal}", 130 if ending.signal == "SIGINT" else errors.RESTART)
-        training.close(outcome, code)
-        say.closing(console, training, ending)
-        return code
     except BaseException as error:
+        code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
         with contextlib.suppress(OutlastError):  # a full disk, say, that the first error is about already
-            training.close(f"{type(error).__name__}: {error}", getattr(error, "exit_code", 1))
+            training.close(f"{type(error).__name__}: {error}", code)
         raise
+    outcome, code = ("done", errors.DONE)
+    if ending.signal:
+        code = errors.INTERRUPTED if ending.signal == "SIGINT" else errors.RESTART
+        outcome = f"left at {ending.signal}"
+    training.close(outcome, code)
+    say.closing(console, training, ending)
+    return code
 
 
 def tokenize(args: Sequence[str]) -> int:

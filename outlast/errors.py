@@ -8,7 +8,8 @@ OutlastError                 the house's own: one clear message, no traceback   
 ├── StorageError             a disk is full, read-only or lost what was written        exit 70
 └── DivergedError            the loss or the gradients are no longer numbers           exit 70
 
-Exit codes: 0 done · 2 mend the command, file or data · 70 do not start again as it is · 75 start me again.
+Exit codes: 0 done · 2 mend the command, file or data · 70 do not start again as it is · 75 start me again ·
+130 ended by ctrl-C; the same command goes on.
 """
 
 import difflib
@@ -19,6 +20,7 @@ DONE: Final = 0
 USAGE: Final = 2
 DO_NOT_RESTART: Final = 70
 RESTART: Final = 75
+INTERRUPTED: Final = 130
 
 
 class OutlastError(Exception):

@@ -31,7 +31,14 @@ from outlast.train.optimizer import Group, Optimizer, groups
 
 @dataclass(frozen=True)
 class Settled:
-    """A run with everything decided that its settings left open, and the data it is for."""
+    """A run with everything decided that its settings left open, and the data it is for.
+
+    Attributes:
+        run: the settings; the compute type and the vocabulary decided.
+        tokenizer, corpus: what it learns from.
+        device: where it computes.
+        weights: fingerprint of the weights it begins from; empty where they are random.
+    """
 
     run: Run
     tokenizer: Tokenizer

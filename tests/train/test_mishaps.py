@@ -11,6 +11,8 @@ import pytest
 
 import runs
 from outlast import cli
+from outlast.errors import StorageError
+from outlast.journal import Journal
 from outlast.train import loop, start
 
 
@@ -21,7 +23,7 @@ def test_sigterm_before_the_first_step_asks_to_be_started_again(tmp_path, monkey
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(start, "settle", asked)
     assert runs.train(tmp_path) == 75
-    assert "left at SIGTERM before the first step" in capsys.readouterr().err
+    assert "left at SIGTERM" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -47,6 +49,7 @@ def test_a_kill_before_the_last_evaluation_costs_nothing(tmp_path, monkeypatch):
     evaluate = loop.evaluate
     monkeypatch.setattr(loop, "evaluate", killed)
     assert runs.train(tmp_path) == 130
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["exit_code"] == 130
     monkeypatch.setattr(loop, "evaluate", evaluate)
     assert runs.train(tmp_path) == 0
     steps = [(line["event"], line["step"]) for line in runs.journal(tmp_path / "run")]
@@ -94,6 +97,20 @@ def test_the_outcome_is_never_that_of_a_start_before(tmp_path, monkeypatch):
         runs.train(tmp_path)
     assert seen == [False]
     assert "ZeroDivisionError" in json.loads(outcome.read_text())["outcome"]
+
+
+def test_a_last_line_that_cannot_be_written_is_told_once(tmp_path, monkeypatch, capsys):
+    write = Journal.write
+
+    def full(self, event, step, **fields):
+        if event == "end":
+            raise StorageError("cannot write the journal: No space left on device")
+        write(self, event, step, **fields)
+
+    monkeypatch.setattr(Journal, "write", full)
+    assert runs.train(tmp_path) == 70
+    assert capsys.readouterr().err == "error: cannot write the journal: No space left on device\n"
+    assert runs.journal(tmp_path / "run")[-1]["event"] == "evaluation"
 
 
 def test_odd_names_are_names(tmp_path, capsys):
