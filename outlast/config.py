@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from outlast.errors import UsageError
+
 Range = Literal["", "> 0", ">= 0", "[0, 1)", "[0, 1]"]
 """The numbers that a knob takes; all where it is empty."""
 
@@ -224,6 +226,10 @@ class Parallel:
     """Ranks that share one copy's weights, gradients and moments, each fed other samples."""
     tp: int = free(1, "> 0")
     """Ranks that share every matrix and the attention heads."""
+    sp: bool = free(False)
+    """Megatron sequence parallelism: norms, dropout and the residual stream, too, are shared by the `tp` ranks, by position."""
+    sp_regather: bool = free(False)
+    """Under `sp`, gather the inputs of the products again in the backward pass rather than keep them whole: less memory, a quarter more bytes."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +322,77 @@ def prepare_environment() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Which of a run's ranks this process is, as its launcher says: our supervisor, or torchrun.
+
+    Attributes:
+        rank, ranks: its number, and how many there are.
+        local_rank, local_ranks: the same on this machine.
+        journal: host and port where its supervisor takes journal lines; None where it has no supervisor.
+        key: by which the two know each other.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    local_ranks: int
+    journal: tuple[str, int] | None = None
+    key: bytes = dataclasses.field(default=b"", repr=False)
+
+    def environment(self) -> dict[str, str]:
+        """The variables from which :func:`launched` reads this."""
+        numbers = (self.rank, self.ranks, self.local_rank, self.local_ranks)
+        told = {name: str(number) for name, number in zip(_RANK_VARIABLES, numbers, strict=True)}
+        if self.journal:
+            told |= {"OUTLAST_JOURNAL": "{}:{}".format(*self.journal), "OUTLAST_JOURNAL_KEY": self.key.hex()}
+        return told
+
+
+_RANK_VARIABLES: typing.Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def launched() -> Launched | None:
+    """What a launcher has told this process; None where RANK is not set: it was started alone.
+
+    Raises:
+        UsageError: RANK is set, and what goes with it is missing, is no number, or does not fit.
+    """
+    if not os.environ.get("RANK"):
+        return None
+    told = {name: os.environ.get(name, "") for name in _RANK_VARIABLES}
+    address, key = os.environ.get("OUTLAST_JOURNAL", ""), os.environ.get("OUTLAST_JOURNAL_KEY", "")
+    fix = "start the ranks by torchrun, or unset RANK: outlast train then starts them itself"
+    for name, text in told.items():
+        if not (text.isascii() and text.isdigit()):
+            wrong = f"is {text!r}, which is no number" if text else "is not"
+            raise UsageError(f"RANK is set in the environment, and {name} {wrong}", fix=fix)
+    rank, ranks, local_rank, local_ranks = map(int, told.values())
+    if not (rank < ranks and local_rank < local_ranks <= ranks):
+        values = ", ".join(f"{name}={text}" for name, text in told.items())
+        raise UsageError(f"the environment's {values} do not fit together", fix=fix)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if ranks > 1 and missing:
+        raise UsageError(
+            f"RANK is set in the environment, and {' and '.join(missing)} not: the ranks cannot meet", fix=fix
+        )
+    if not address:
+        return Launched(rank, ranks, local_rank, local_ranks)
+    host, _, port = address.rpartition(":")
+    try:
+        return Launched(rank, ranks, local_rank, local_ranks, (host, int(port)), bytes.fromhex(key))
+    except ValueError:
+        raise UsageError(
+            f"OUTLAST_JOURNAL={address} or its key in the environment cannot be read",
+            fix="only the supervisor of a run sets them: unset both",
+        ) from None
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment, for those it starts."""
+    return dict(os.environ)
 
 
 def usable_cores() -> int:

@@ -6,7 +6,9 @@ OutlastError                 the house's own: one clear message, no traceback   
 ├── WeightsError             a model directory does not fit                            exit 2
 ├── ResumeError              the run folder holds another run                          exit 2
 ├── StorageError             a disk is full, read-only or lost what was written        exit 70
-└── DivergedError            the loss or the gradients are no longer numbers           exit 70
+├── DivergedError            the loss or the gradients are no longer numbers           exit 70
+├── RanksDifferError         what should be the same on several ranks is not           exit 70
+└── PeerError                another process of the run is gone                        exit 75
 
 Exit codes: 0 done · 2 mend the command, file or data · 70 do not start again as it is · 75 start me again ·
 130 ended by ctrl-C; the same command goes on.
@@ -74,6 +76,16 @@ class StorageError(OutlastError):
 
 class DivergedError(OutlastError):
     """The loss or the gradient norm is no longer a number."""
+
+
+class RanksDifferError(OutlastError):
+    """What should be the same on several ranks is not, or what should differ is the same."""
+
+
+class PeerError(OutlastError):
+    """Another process of the run is gone: never the first cause, which is what ended that process."""
+
+    exit_code = RESTART
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

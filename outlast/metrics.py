@@ -1,12 +1,11 @@
 """metrics.jsonl: the numbers of every step, a line each. TensorBoard and Weights & Biases are views of it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from outlast.config import Log
 from outlast.errors import UsageError
-from outlast.records import open_lines, storage_errors
+from outlast.records import append_line, open_lines, storage_errors
 
 
 class Metrics:
@@ -36,8 +35,7 @@ class Metrics:
             StorageError: the line could not be written.
         """
         with storage_errors("cannot write the metrics", self.path):
-            self._file.write(json.dumps({"attempt": self.attempt, "step": step, **numbers}).encode() + b"\n")
-            self._file.flush()
+            append_line(self._file, {"attempt": self.attempt, "step": step, **numbers})
         known = {name: number for name, number in numbers.items() if number is not None}
         if self._tensorboard:
             for name, number in known.items():

@@ -86,6 +86,22 @@ def open_lines(path: Path) -> BinaryIO:
         return file
 
 
+def append_line(file: BinaryIO, content: dict[str, Any]) -> None:
+    """Append a JSON object as a line: whole, or not at all. Past the file's buffer, where what a disk refuses would stay.
+
+    Raises:
+        OSError: it could not be written; what there was of it is taken out again.
+    """
+    left, number = json.dumps(content).encode() + b"\n", file.fileno()
+    before = os.fstat(number).st_size
+    try:
+        while left:
+            left = left[os.write(number, left) :]
+    except OSError:
+        os.ftruncate(number, before)
+        raise
+
+
 def write_json(path: Path, record: str, version: int, content: dict[str, Any]) -> None:
     """Write a record. Raises StorageError as :func:`write_text` does."""
     write_text(path, json.dumps({"record": record, "version": version, **content}, indent=1) + "\n")

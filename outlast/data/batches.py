@@ -154,11 +154,20 @@ class Feed:
             )
         )
 
-    def evaluation(self, count: int, micro_batch: int) -> list[MicroBatch]:
-        """The first held-out samples, taken in turn from the groups; fewer where there are fewer."""
+    def evaluation(self, count: int, micro_batch: int, ranks: int = 1, rank: int = 0) -> list[MicroBatch]:
+        """One rank's share of the first held-out samples, taken in turn from the groups; fewer where there are fewer."""
         longest = max(map(len, self.held_out))
         turns = ((samples, i) for i in range(longest) for samples in self.held_out if i < len(samples))
-        return list(self._batches([(i, *turn) for i, turn in enumerate(islice(turns, count))], micro_batch))
+        chosen = [(i, *turn) for i, turn in enumerate(islice(turns, count))]
+        mine = [chosen[i] for i in layout.share(0, len(chosen), ranks, rank)]
+        return self.filled(list(self._batches(mine, micro_batch)), layout.passes(len(chosen), micro_batch, ranks))
+
+    def filled(self, batches: list[MicroBatch], passes: int) -> list[MicroBatch]:
+        """As many passes as every rank makes, those of no sequences at the end: ranks meet in each."""
+        shape = (0, self.samples[0].length)
+        none = np.zeros(shape, dtype=np.int64)
+        empty = MicroBatch(np.zeros(0, dtype=np.int64), none, none, none, ())
+        return batches + [empty] * (passes - len(batches))
 
     def _batches(self, places: list[tuple[int, Samples, int]], micro_batch: int) -> Iterator[MicroBatch]:
         for first in range(0, len(places), micro_batch):
@@ -175,8 +184,8 @@ class Step:
     Attributes:
         first, stop: the step's positions, over all ranks: [first, stop).
         batches: this rank's forward passes.
-        learned: targets learned in these.
-        fed: hash of what these feed.
+        learned: targets learned in these; the loop makes it those of all ranks.
+        fed: hash of what these feed; likewise.
     """
 
     first: int
@@ -187,7 +196,8 @@ class Step:
 
 
 def step(feed: Feed, first: int, batch: int, micro_batch: int, ranks: int = 1, rank: int = 0) -> Step:
-    """Read one rank's part of the step that takes positions [first, first + batch)."""
+    """Read one rank's part of the step that takes positions [first, first + batch); every rank makes as many passes."""
     batches = feed.take(layout.share(first, first + batch, ranks, rank), micro_batch)
+    batches = feed.filled(batches, layout.passes(batch, micro_batch, ranks))
     learned, hashed = sum(one.learned for one in batches), sum(one.fed for one in batches) % 2**64
     return Step(first, first + batch, batches, learned, hashed)

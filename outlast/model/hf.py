@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from outlast.config import Model
 from outlast.errors import UsageError, WeightsError
 from outlast.model.hf_config import family, read_json, read_shape, with_eos, written
 from outlast.model.transformer import Transformer
+from outlast.places import Place
 
 __all__ = ["family", "fingerprint", "load", "read_shape", "save", "tensor_dtype"]
 
@@ -142,33 +143,38 @@ def _published(name: str) -> str:
 
 
 @torch.no_grad()
-def load(model: Transformer, folder: Path) -> None:
+def load(model: Transformer, folder: Path, parts: Iterable[tuple[str, Tensor, Place]] | None = None) -> None:
     """Copy a directory's weights into the model, a tensor at a time, each cast to the type its parameter is kept in.
 
     Args:
         model: of the shape :func:`read_shape` gave; on any device.
         folder: with model.safetensors, or with shards and their index.
+        parts: name, memory and place of what is here of each parameter; None where all of it is.
 
     Raises:
         WeightsError: a tensor is missing, has no place in the model or is of another shape, in which case the model is
             as it was; or a file is damaged.
     """
     shards = _shards(folder)
-    targets = {_published(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    whole = ((name, p, Place.all_of(tuple(p.shape))) for name, p in model.named_parameters())
+    targets = {_published(name): (part, place) for name, part, place in (whole if parts is None else parts)}
+    if model.shape.tie_embeddings:
+        targets[_HEAD] = targets[_EMBEDDING]
     _compare(shards, targets, model.shape, folder)
     filled: set[int] = set()
     for shard in shards:
         for name, tensor in _tensors(folder / shard.name, [name for name in shard.tensors if name in targets]):
-            parameter = targets[name]
-            if id(parameter) not in filled:
-                parameter.copy_(tensor)
-            elif not torch.equal(parameter, tensor.to(parameter)):
+            part, place = targets[name]
+            tensor = tensor[place.slices]
+            if id(part) not in filled:
+                part.copy_(tensor)
+            elif not torch.equal(part, tensor.to(part)):
                 what = f"{_HEAD} differs from the embedding, and tie_word_embeddings says they are one"
                 raise WeightsError(what, fix="set tie_word_embeddings to false in config.json", where=str(folder))
-            filled.add(id(parameter))
+            filled.add(id(part))
 
 
-def _compare(shards: list[_Shard], targets: Mapping[str, Tensor], shape: Model, folder: Path) -> None:
+def _compare(shards: list[_Shard], targets: Mapping[str, tuple[Tensor, Place]], shape: Model, folder: Path) -> None:
     """Refuse tensors that are missing, in excess or of another shape, the first of them by name."""
     stored = {name: size for shard in shards for name, (_, size) in shard.tensors.items()}
     optional = {_HEAD} if shape.tie_embeddings else set()
@@ -180,9 +186,9 @@ def _compare(shards: list[_Shard], targets: Mapping[str, Tensor], shape: Model, 
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise WeightsError(f"{names[0]}{more} is {what}", fix=fix, where=str(folder))
-    for name, target in targets.items():
-        if name in stored and stored[name] != tuple(target.shape):
-            what = f"{name} is {stored[name]} in the weights, and {tuple(target.shape)} in the model"
+    for name, (_, place) in targets.items():
+        if name in stored and stored[name] != place.whole:
+            what = f"{name} is {stored[name]} in the weights, and {place.whole} in the model"
             raise WeightsError(what, fix=fix, where=str(folder))
 
 

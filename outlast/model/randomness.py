@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from outlast.places import Place
+
 # The odd 64-bit constant nearest 2^64 / golden ratio, and the two multipliers of SplitMix64's finaliser, as signed.
 _STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -64,21 +66,25 @@ def normal(key: int, elements: Int64[Tensor, "n"]) -> Float[Tensor, "n"]:
     return (total - 4 * 0xFFFF).double() / deviation
 
 
-def fill_normal(part: Tensor, std: float, seed: int, name: str, first: int = 0) -> None:
-    """Fill a contiguous part of a parameter with its initial values, in place.
+def fill_normal(part: Tensor, std: float, seed: int, name: str, place: Place | None = None) -> None:
+    """Fill a parameter, or a part of it, with its initial values, in place.
 
     Args:
-        part: the part, of any shape and floating type; contiguous in the whole parameter.
+        part: the part, of any floating type.
         std: standard deviation.
         seed: the run's seed.
         name: the parameter's name.
-        first: number, in the whole parameter, of the part's first element.
+        place: where the part lies in the whole; None where it is the whole.
     """
-    key, flat = key_of(seed, "initial", name), part.view(-1)
-    for start in range(0, flat.numel(), _DRAWN_AT_ONCE):
-        stop = min(start + _DRAWN_AT_ONCE, flat.numel())
-        elements = torch.arange(first + start, first + stop, device=part.device)
-        flat[start:stop] = (normal(key, elements) * std).to(part.dtype)
+    key, place = key_of(seed, "initial", name), place or Place.all_of(tuple(part.shape))
+    row = math.prod(place.whole[1:])  # elements in a row of the whole
+    of_row = torch.arange(row, device=part.device).view(place.whole[1:])[place.slices[1:]]
+    rows = max(1, _DRAWN_AT_ONCE // max(1, of_row.numel()))
+    for start in range(0, place.shape[0], rows):
+        some = part[start : start + rows]
+        first = torch.arange(place.offset[0] + start, place.offset[0] + start + some.shape[0], device=part.device) * row
+        elements = (first.view(-1, *[1] * of_row.dim()) + of_row).flatten()
+        some.copy_((normal(key, elements) * std).view(some.shape))
 
 
 def dropout_mask(

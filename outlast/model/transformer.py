@@ -9,7 +9,7 @@ intermediate_size, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from outlast.model import rotary
 from outlast.model.loss import loss, sum_dtype
 from outlast.model.pointwise import gated, rms_norm
 from outlast.model.randomness import dropout_mask, fill_normal, key_of
+from outlast.places import Place
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,19 @@ class Packing:
         samples_B: global count of each sequence's sample since the start of the run; dropout hangs on it.
         positions_BS: position of each token in its document, from 0; rotary angles hang on it.
         documents: for each sequence, the lengths of the stretches of tokens that may see each other, in order.
+        stream_R: place in its sequence of each token whose residual stream is here: 0 to S-1, or some of them where a
+            parallelism shares the stream; dropout hangs on it too.
     """
 
     samples_B: Int64[Tensor, "B"]
-    positions_BS: Int64[Tensor, "B S"]
+    positions_BS: Int64[Tensor, "_ _"]
     documents: tuple[tuple[int, ...], ...]
+    stream_R: Int64[Tensor, "R"]
+
+    @classmethod
+    def of(cls, samples_B: Tensor, positions_BS: Tensor, documents: tuple[tuple[int, ...], ...]) -> "Packing":
+        """That of sequences whose whole residual stream is here."""
+        return cls(samples_B, positions_BS, documents, torch.arange(positions_BS.shape[1], device=positions_BS.device))
 
 
 def embed(tokens_BS: Int64[Tensor, "B S"], weight_VD: Float[Tensor, "V D"]) -> Float[Tensor, "B S D"]:
@@ -120,8 +129,7 @@ class Dropout:
         """Drop and scale up what is kept; outside training, nothing."""
         if not (training and self.probability):
             return x_BSD
-        positions_S = torch.arange(x_BSD.shape[1], device=x_BSD.device)
-        kept_BSD = dropout_mask(self.key, self.probability, packing.samples_B, positions_S, x_BSD.shape[2])
+        kept_BSD = dropout_mask(self.key, self.probability, packing.samples_B, packing.stream_R, x_BSD.shape[2])
         return x_BSD * (kept_BSD * (1 / (1 - self.probability))).to(x_BSD.dtype)
 
 
@@ -201,10 +209,11 @@ class Transformer(nn.Module):
         self.norm = Norm(shape.hidden_size, shape.norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.to(sum_dtype(compute))
-        self._tie()
+        self.tie()
         self.frequencies, self.rotary_factor = rotary.frequencies(shape)
 
-    def _tie(self) -> None:
+    def tie(self) -> None:
+        """Make the output projection the embedding, where the shape says so."""
         if self.shape.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -213,29 +222,38 @@ class Transformer(nn.Module):
         """Build with random weights straight on the device: a weight is drawn where it is kept."""
         with torch.device("meta"):
             model = cls(shape, compute, seed)
-        model.to_empty(device=device)
-        model._tie()  # torch gave each module memory of its own
-        model.frequencies, model.rotary_factor = rotary.frequencies(shape)
-        model.frequencies = model.frequencies.to(device)
+        model.take_memory(device)
         model.initialize(seed)
         return model
 
+    def take_memory(self, device: torch.device) -> None:
+        """Give a model built on the meta device its memory, not yet filled."""
+        self.to_empty(device=device)
+        self.tie()  # torch gave each module memory of its own
+        self.frequencies, self.rotary_factor = rotary.frequencies(self.shape)
+        self.frequencies = self.frequencies.to(device)
+
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int, parts: Iterable[tuple[str, Tensor, Place]] | None = None) -> None:
         """Give every parameter its initial value: norms 1, biases 0, matrices normal.
 
         The projections into the residual stream get a smaller deviation, since 2 num_layers of them add up in it.
         Source: Radford et al. 2019 (GPT-2), section 2.3.
+
+        Args:
+            seed: of the weights.
+            parts: name, memory and place of what is here of each parameter; None where all of it is.
         """
         into_residual = self.shape.init_std / (2 * self.shape.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        whole = ((name, p, Place.all_of(tuple(p.shape))) for name, p in self.named_parameters())
+        for name, part, place in whole if parts is None else parts:
+            if len(place.whole) == 1:
+                part.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
                 leaves = name.endswith(("o_proj.weight", "down_proj.weight"))
-                fill_normal(parameter, into_residual if leaves else self.shape.init_std, seed, name)
+                fill_normal(part, into_residual if leaves else self.shape.init_std, seed, name, place)
 
-    def hidden(self, tokens_BS: Int64[Tensor, "B S"], packing: Packing) -> Float[Tensor, "B S D"]:
+    def hidden(self, tokens_BS: Int64[Tensor, "B S"], packing: Packing) -> Float[Tensor, "_ _ D"]:
         """The last norm's output, in the compute type."""
         x_BSD = self.seams.embed(tokens_BS, self.embed_tokens.weight).to(self.compute)
         x_BSD = self.drop_embedding(x_BSD, packing, self.training)
