@@ -1,0 +1,1 @@
+"""How ranks talk: every collective the house calls, counted."""

@@ -1,0 +1,168 @@
+"""Every collective we call, counted by axis and operation: calls, bytes this rank sends, seconds it waits.
+
+gloo's own reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather copies more than it need. Over gloo
+both are made here of sends straight from and into the slices, and the sum is taken in rank order.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor
+
+from outlast.layout import sent
+
+
+@dataclass
+class Tally:
+    """What one kind of collective came to.
+
+    Attributes:
+        calls: how many.
+        bytes: sent by this rank, by the formula of :func:`outlast.layout.sent`.
+        seconds: this rank could do nothing else.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Counts:
+    """Tallies by (axis, operation), since they were last taken."""
+
+    def __init__(self) -> None:
+        self._tallies: dict[tuple[str, str], Tally] = {}
+        self._events: list[tuple[Tally, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def counted(self, axis: str, op: str, size: int, device: torch.device) -> Iterator[None]:
+        """Count one call that sends `size` bytes.
+
+        On a CUDA device the wait is what the stream spends in it, known only once the device has come that far.
+        """
+        tally = self._tallies.setdefault((axis, op), Tally())
+        tally.calls += 1
+        tally.bytes += size
+        if device.type == "cuda":
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            yield
+            after.record()
+            self._events.append((tally, before, after))
+        else:
+            started = time.perf_counter()
+            yield
+            tally.seconds += time.perf_counter() - started
+
+    def take(self) -> dict[tuple[str, str], Tally]:
+        """Hand out the tallies and begin new ones."""
+        for tally, before, after in self._events:
+            after.synchronize()
+            tally.seconds += before.elapsed_time(after) / 1000
+        taken, self._tallies, self._events = self._tallies, {}, []
+        return taken
+
+
+class Axis:
+    """The ranks along one axis of the grid.
+
+    Args:
+        name: the axis.
+        group: torch's process group of them.
+        counts: where calls are counted.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, counts: Counts) -> None:
+        self.name, self.group, self.counts = name, group, counts
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._gathers_itself = dist.get_backend(group) != "gloo"
+
+    def _counted(self, op: str, whole: Tensor, size: int | None = None) -> contextlib.AbstractContextManager[None]:
+        bytes_ = sent(op, whole.numel() * whole.element_size(), self.size) if size is None else size
+        return self.counts.counted(self.name, op, bytes_, whole.device)
+
+    @torch.compiler.disable
+    def all_reduce(self, x: Shaped[Tensor, "*shape"], largest: bool = False) -> Shaped[Tensor, "*shape"]:
+        """Sum over the ranks, in place; or take the largest."""
+        with self._counted("all_reduce", x):
+            dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
+        return x
+
+    @torch.compiler.disable
+    def all_gather(self, part: Shaped[Tensor, "N *rest"], out: Tensor | None = None) -> Shaped[Tensor, "nN *rest"]:
+        """The parts of all ranks, one after the other along the first axis, in rank order."""
+        part = part.contiguous()
+        whole = part.new_empty((self.size * part.shape[0], *part.shape[1:])) if out is None else out
+        with self._counted("all_gather", whole):
+            if self._gathers_itself:
+                dist.all_gather_single(whole, part, group=self.group)
+            else:
+                parts = list(whole.view(self.size, *part.shape))
+                parts[self.rank].copy_(part)
+                self._exchange([part] * self.size, parts)
+        return whole
+
+    @torch.compiler.disable
+    def reduce_scatter(self, whole: Shaped[Tensor, "nN *rest"], out: Tensor | None = None) -> Shaped[Tensor, "N *rest"]:
+        """The rank's part, along the first axis, of the sum over the ranks; 16-bit types are summed in float32."""
+        whole = whole.contiguous()
+        part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:])) if out is None else out
+        with self._counted("reduce_scatter", whole):
+            if self._gathers_itself:
+                dist.reduce_scatter_single(part, whole, group=self.group)
+                return part
+            mine = list(whole.view(self.size, *part.shape))
+            pieces = list(whole.new_empty((self.size - 1, *part.shape)))
+            pieces.insert(self.rank, mine[self.rank])
+            self._exchange(mine, pieces)
+            if part.element_size() < 4:
+                return part.copy_(functools.reduce(Tensor.add_, pieces[1:], pieces[0].float()))
+            return functools.reduce(Tensor.add_, pieces[2:], torch.add(pieces[0], pieces[1], out=part))
+
+    def _exchange(self, outward: Sequence[Tensor], inward: Sequence[Tensor]) -> None:
+        """Send part i to rank i and receive rank i's in `inward[i]`, contiguous all; this rank's own stay where they are."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        ops = [dist.P2POp(dist.irecv, inward[i], group=self.group, group_peer=i) for i in others if inward[i].numel()]
+        ops += [
+            dist.P2POp(dist.isend, outward[i], group=self.group, group_peer=i) for i in others if outward[i].numel()
+        ]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+
+    def all_to_all(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """Send part i to rank i, and receive rank i's part for this rank in `into[i]`: contiguous, any sizes."""
+        parts = [part.contiguous() for part in parts]
+        others = sum(part.numel() * part.element_size() for i, part in enumerate(parts) if i != self.rank)
+        with self._counted("all_to_all", parts[self.rank], others):
+            into[self.rank].copy_(parts[self.rank].view(into[self.rank].shape))
+            self._exchange(parts, into)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """What every rank has to tell, in rank order: small things, now and then. Not counted."""
+        told: list[Any] = [None] * self.size
+        dist.all_gather_object(told, mine, group=self.group)
+        return told
+
+
+_GONE: Final = (
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "failed to recv"),  # gloo, and its store
+    "remote process exited",  # NCCL
+)
+"""What an error says that only tells of another rank's end."""
+
+
+def is_peer_loss(error: BaseException | None) -> bool:
+    """Whether an error only says that another rank is gone, and not why."""
+    while error is not None:
+        told = str(error).lower()
+        if isinstance(error, RuntimeError) and any(sign in told for sign in _GONE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
