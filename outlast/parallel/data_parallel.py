@@ -1,0 +1,73 @@
+"""Sharded data parallelism: the ranks of `dp_shard` share one copy's weights, gradients and moments, by torch's FSDP2.
+
+A block's weights are gathered before it works and let go after; its gradients are summed and scattered as they appear.
+The transfers are ours, so that they are counted, and a reduce-scatter over gloo moves half of what torch's would. Under
+bfloat16 blocks are gathered in it, embedding and output in float32. Norm weights stay whole on every rank: they are few,
+and where products are in bfloat16 they must not be. What copies
+(`dp_replicate`) sum at the end of a step is :mod:`outlast.parallel.gradients`' business.
+
+Source: Rajbhandari et al. 2020 (arXiv 1910.02054) stage 3.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from outlast import layout
+from outlast.comm.collectives import Axis
+from outlast.model.loss import sum_dtype
+from outlast.model.transformer import Transformer
+from outlast.parallel.mesh import Mesh
+
+
+def apply(model: Transformer, mesh: Mesh) -> None:
+    """Shard each block, then what is left: embedding and output, which are gathered once a pass.
+
+    Args:
+        model: on the meta device, its tensors already this rank's of `tp`.
+        mesh: the grid; nothing is done where its dp_shard is 1.
+    """
+    if mesh.torch_mesh is None or "dp_shard" not in mesh.axes:
+        return
+    exact = sum_dtype(model.compute)
+    for module in (*model.layers, model):
+        # The gradient of an embedding is a sum over every place a token stands at: not one to take in 16 bits.
+        moved = None if module is model or model.compute == exact else model.compute
+        policy = MixedPrecisionPolicy(param_dtype=moved, reduce_dtype=exact, cast_forward_inputs=False)
+        whole = {parameter for name, parameter in module.named_parameters() if not layout.fsdp_shards(f".{name}")}
+        fully_shard(module, mesh=mesh.torch_mesh["dp_shard"], mp_policy=policy, ignored_params=whole)
+        _count_and_sum(module, mesh.axes["dp_shard"])
+
+
+def _count_and_sum(module: nn.Module, axis: Axis) -> None:
+    """Have FSDP2 call our transfers, and sum gradients rather than average them: the loss is already a share."""
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} is not sharded")
+    module.set_custom_all_gather(_AllGather(axis))
+    module.set_custom_reduce_scatter(_ReduceScatter(axis))
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+class _Transfer:
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for one side of a transfer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Transfer, AllGather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+        self.axis.all_gather(input_tensor, output_tensor)
+
+
+class _ReduceScatter(_Transfer, ReduceScatter):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+        self.axis.reduce_scatter(input_tensor, output_tensor)
