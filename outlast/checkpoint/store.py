@@ -6,26 +6,25 @@ renamed: what bears the name is complete. Which one is newest follows from the m
 file says it.
 """
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from outlast import records
+from outlast.checkpoint import shards
+from outlast.checkpoint.shards import Shard
+from outlast.comm.collectives import Axis
 from outlast.errors import OutlastError, StorageError
 
+_T = TypeVar("_T")
 _RECORD: Final = ("checkpoint", 1)
 _NAME: Final = re.compile(r"step-\d{8}")
 _READ_AT_ONCE: Final = 1 << 24
@@ -60,12 +59,13 @@ class Store:
     """The checkpoints of a run.
 
     Args:
-        folder: where they lie.
+        folder: where they lie; every rank's, on a disk they share.
         keep: how many of the newest to keep.
+        ranks: those that write a checkpoint together; None where this process is alone.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, ranks: Axis | None = None) -> None:
+        self.folder, self.keep, self.ranks = folder, keep, ranks
 
     def all(self) -> list[Saved]:
         """Every complete checkpoint, oldest commit first."""
@@ -78,42 +78,86 @@ class Store:
         """The last one committed, or None."""
         return max(self.all(), key=lambda saved: saved.commit, default=None)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> Saved:
-        """Commit a checkpoint.
+    def save(self, step: int, tensors: Mapping[str, Shard], about: dict[str, Any]) -> Saved:
+        """Commit a checkpoint, together with all ranks.
 
         Args:
             step: the last step that went into it.
-            tensors: by name.
+            tensors: this rank's parts, by name.
             about: JSON values to keep beside them.
 
         Returns:
             The new one.
 
         Raises:
-            StorageError: it could not be written; the earlier ones are untouched, the half one is gone.
+            StorageError: a rank could not write; the earlier ones are untouched, the half one is gone.
         """
         path = self.folder / f"step-{step:08d}"
         half = self.folder / f".{path.name}.half"
-        commit = 1 + max((saved.commit for saved in self.all()), default=0)
+        group = self.ranks.group if self.ranks else None
+
+        def written() -> dict[str, dict[str, int]]:
+            shards.write(tensors, half, group)
+            mine = half.glob(f"__{self.ranks.rank if self.ranks else 0}_*")
+            return {
+                name.name: _durable(name) for name in sorted([*mine, *((half / ".metadata",) if self._leads else ())])
+            }
+
         with records.storage_errors(f"cannot write the checkpoint of step {step}", path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clear_leftovers()
             try:
-                _write_shards(tensors, half)
-                files = {
-                    name.name: {"bytes": name.stat().st_size, "crc32": _crc32(name)} for name in sorted(half.iterdir())
-                }
-                for name in files:
-                    records.fsync(half / name)
+                commit = self._leader(self._prepare)
+                files = {name: about for mine in self._everyone(written) for name, about in mine.items()}
                 manifest = {"step": step, "commit": commit, "about": about, "files": files}
-                records.write_json(half / "manifest.json", *_RECORD, manifest | {"crc32": _crc32_of(manifest)})
-                if path.exists():  # the same step of a history that was taken back
-                    os.rename(path, self.folder / f".{path.name}.old")
-                os.rename(half, path)
-                records.fsync(self.folder)
+                self._leader(lambda: self._commit(path, half, manifest))
             finally:
-                self._clear_leftovers()
+                if self._leads:
+                    self._clear_leftovers()
         return Saved(path, step, commit, about, files)
+
+    @property
+    def _leads(self) -> bool:
+        return self.ranks is None or self.ranks.rank == 0
+
+    def _everyone(self, work: Callable[[], _T]) -> list[_T]:
+        """Do it on every rank, and hear what came of it; where one fails all raise its error."""
+        result, error = None, None
+        try:
+            result = work()
+        except (OSError, OutlastError) as failed:
+            error = failed
+        told = self.ranks.gather_objects((result, error)) if self.ranks else [(result, error)]
+        for _, error in told:
+            if error is not None:
+                raise error
+        return [result for result, _ in told]
+
+    def _leader(self, work: Callable[[], _T]) -> _T:
+        """Do it on the leading rank, and let all know."""
+        return self._everyone(work if self._leads else lambda: None)[0]  # pyrefly: ignore[bad-return]
+
+    def _prepare(self) -> int:
+        """Make room; returns the new checkpoint's place in the order of commit."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
+        return 1 + max((saved.commit for saved in self.all()), default=0)
+
+    def _commit(self, path: Path, half: Path, manifest: dict[str, Any]) -> None:
+        records.write_json(half / "manifest.json", *_RECORD, manifest | {"crc32": _crc32_of(manifest)})
+        if path.exists():  # the same step of a history that was taken back
+            os.rename(path, self.folder / f".{path.name}.old")
+        os.rename(half, path)
+        records.fsync(self.folder)
+
+    def load(self, saved: Saved, tensors: Mapping[str, Shard]) -> None:
+        """Fill this rank's parts from a checkpoint, whatever layout wrote it, once it is found undamaged.
+
+        Raises:
+            StorageError: a file is missing, of another length, or of other content.
+            OutlastError: the checkpoint has no such tensor, or one of another shape.
+        """
+        ranks, rank = (self.ranks.size, self.ranks.rank) if self.ranks else (1, 0)
+        self._everyone(lambda: verify(saved, list(saved.files)[rank::ranks]))
+        shards.read(tensors, saved.path)
 
     def trim(self) -> list[Saved]:
         """Remove the checkpoints beyond the newest `keep`. Returns them.
@@ -150,14 +194,14 @@ def _opened(path: Path) -> Saved:
     return Saved(path, manifest["step"], manifest["commit"], manifest["about"], manifest["files"])
 
 
-def verify(saved: Saved) -> None:
-    """Read every file of a checkpoint and compare it with the manifest.
+def verify(saved: Saved, names: Sequence[str] | None = None) -> None:
+    """Read the files of a checkpoint, or some of them, and compare them with the manifest.
 
     Raises:
         StorageError: naming the first file that is missing, of another length, or of other content.
     """
-    for name, wanted in saved.files.items():
-        file = saved.path / name
+    for name in saved.files if names is None else names:
+        file, wanted = saved.path / name, saved.files[name]
         found = {"bytes": file.stat().st_size, "crc32": _crc32(file)} if file.exists() else None
         if found != wanted:
             raise StorageError(
@@ -170,53 +214,14 @@ def verify(saved: Saved) -> None:
 
 def contents(saved: Saved) -> dict[str, torch.Size]:
     """Names and shapes of the tensors in a checkpoint."""
-    entries = dcp.FileSystemReader(saved.path).read_metadata().state_dict_metadata
-    return {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return shards.contents(saved.path)
 
 
-def load(saved: Saved, tensors: Mapping[str, Tensor]) -> None:
-    """Read tensors of a checkpoint in place, in whatever layout they are kept now. Verify it first.
-
-    Raises:
-        OutlastError: the checkpoint has no such tensor, or one of another shape.
-    """
-    there = contents(saved)
-    for name, tensor in tensors.items():
-        if there.get(name) != tensor.shape:
-            raise OutlastError(
-                f"the checkpoint's {name} is {tuple(there[name]) if name in there else 'missing'}, wanted {tuple(tensor.shape)}",
-                where=str(saved.path),
-            )
-    with _one_process():
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(saved.path), no_dist=True)
-
-
-def _write_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    # One thread: with more, torch 2.13 loses the error of any but the first, a full disk included.
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
-    try:
-        with _one_process():
-            dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
-    except dcp.api.CheckpointException as error:
-        raise _cause(error.failures.values()) from error
-
-
-def _cause(failures: Iterable[Any]) -> BaseException:
-    """The system's error inside torch's: it gives (exception, traceback) a rank, and covers one by another."""
-    first = next(iter(failures))
-    error = first[0] if isinstance(first, tuple) else first
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, OSError):
-        inner = inner.__cause__ or inner.__context__
-    return inner or StorageError(f"cannot write the checkpoint: {error}")
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Quiet torch's warning that it saves or loads without a process group: that is what is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _durable(file: Path) -> dict[str, int]:
+    """Make a file survive a power cut. Returns its length and checksum."""
+    about = {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+    records.fsync(file)
+    return about
 
 
 def _crc32_of(content: dict[str, Any]) -> int:

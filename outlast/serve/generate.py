@@ -54,7 +54,7 @@ def tokens(
     try:
         for _ in range(max_tokens):
             places = torch.arange(position, position + len(unread))[None]
-            packing = Packing(torch.zeros(1, dtype=torch.int64), places, ((len(unread),),))
+            packing = Packing.of(torch.zeros(1, dtype=torch.int64), places, ((len(unread),),))
             logits_V = model.logits(torch.tensor([unread]), packing)[0, -1]
             position += len(unread)
             unread = [_chosen(logits_V, temperature, top_p, generator)]

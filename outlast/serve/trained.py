@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from outlast import config, settings
-from outlast.checkpoint import store
+from outlast.checkpoint import shards, store
 from outlast.config import Run
 from outlast.data.tokens import Tokenizer, open_tokenizer
 from outlast.errors import UsageError
@@ -45,12 +45,13 @@ def open_trained(folder: Path) -> Trained:
             f"{folder} is not a run folder: it has no run.toml", fix="name one that outlast train has made"
         )
     run = config.replaced(Run(), settings.read_file(folder / "run.toml"))
-    saved = store.Store(folder / "checkpoints", run.checkpoint.keep).newest()
+    checkpoints = store.Store(folder / "checkpoints", run.checkpoint.keep)
+    saved = checkpoints.newest()
     if saved is None:
         raise UsageError(f"the run in {folder} has no checkpoint yet", fix="train it until one is written")
-    store.verify(saved)
     model = Transformer.on(torch.device("cpu"), run.model, torch.float32, run.train.seed).eval()
-    store.load(saved, {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    checkpoints.load(saved, shards.whole(weights))
     data = config.replaced(run, {"data.tokenizer": str(folder / "tokenizer"), "data.eos": ""}).data
     return Trained(run, model, open_tokenizer(data, ""), saved.step)
 
