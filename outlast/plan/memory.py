@@ -1,15 +1,19 @@
-"""Bytes and operations of a model by closed formula. No torch."""
+"""Bytes and operations of a model, or of one rank's part of it, by closed formula. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from outlast.config import Model
+from outlast import layout
+from outlast.config import Model, Parallel
+from outlast.places import Place
 
 BYTES: Final = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number, by type."""
 
 PEAK_FLOPS: Final = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Dense bfloat16 operations a second, by a part of the device's name. Source: NVIDIA's data sheets, SXM versions."""
+
+_ONE_RANK: Final = Parallel()
 
 
 def peak_flops(device: str) -> float | None:
@@ -33,53 +37,126 @@ def parameters(shape: Model) -> dict[str, int]:
     }
 
 
+def widths(dtype: str) -> tuple[int, int]:
+    """Bytes of a number in the compute type, and in the type that weights are kept and sums are taken in."""
+    return BYTES[dtype], max(BYTES[dtype], BYTES["float32"])
+
+
+def parts(shape: Model, parallel: Parallel, rank: int = 0) -> tuple[dict[str, Place], dict[str, Place]]:
+    """What a rank keeps of each parameter of the first block, all blocks being alike, and of each outside the blocks."""
+    one = replace(shape, num_layers=1)
+    kept = {name: layout.place(name, one, parallel, rank) for name in layout.parameter_shapes(one)}
+    block = {name: place for name, place in kept.items() if name.startswith("layers.")}
+    return block, {name: place for name, place in kept.items() if name not in block}
+
+
+def gathered_numbers(shape: Model, parallel: Parallel, rank: int = 0) -> tuple[int, int]:
+    """Numbers in a block, and in embedding and output, as the ranks of `dp_shard` gather them.
+
+    Norm weights are not among them. Each rank's rows are filled up to as many as the first has.
+    """
+    ranks = parallel.dp_shard
+    whole = parts(shape, replace(parallel, dp_shard=1), layout.coordinates(parallel, rank)["tp"])
+    block, rest = (
+        sum(
+            place.elements // place.shape[0] * len(layout.chunk(place.shape[0], ranks, 0)) * ranks
+            for name, place in some.items()
+            if layout.fsdp_shards(name)
+        )
+        for some in whole
+    )
+    return block, rest
+
+
 @dataclass(frozen=True)
 class StateBytes:
-    """What one rank keeps between steps, in bytes."""
+    """What one rank needs whatever it is fed, in bytes.
+
+    Attributes:
+        weights, gradients, moments: of the parts it keeps.
+        gathered: whole weights of embedding, output and one block, while a pass works with them; 0 where they are not
+            sharded over `dp_shard`.
+    """
 
     weights: int
     gradients: int
     moments: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.weights + self.gradients + self.moments
+        return self.weights + self.gradients + self.moments + self.gathered
 
 
-def state(shape: Model, dtype: str, optimizer: str) -> StateBytes:
-    """Weights, gradients and moments of one rank that holds the whole model.
+def state(shape: Model, dtype: str, optimizer: str, parallel: Parallel = _ONE_RANK, rank: int = 0) -> StateBytes:
+    """Weights, gradients and moments of one rank.
 
     Args:
         shape: the [model] knobs.
         dtype: the compute type: weights are float32 under bfloat16.
         optimizer: `adamw` keeps two moments a weight; `muon` one for the matrices it has, which are the layers'.
+        parallel: the layout. Copies (`dp_replicate`) do not make a rank's part smaller.
+        rank: whose; the first has the most, since a remainder goes to the first ones.
+
+    Not covered: a second block that is gathered while one works, whole gradients of a block or of embedding and output
+    before they are scattered, and the flat copies in which gradients travel.
     """
-    each = max(BYTES[dtype], BYTES["float32"])
-    count = parameters(shape)
-    all_of_them = sum(count.values())
-    moments = 2 * all_of_them - (count["matrices"] if optimizer == "muon" else 0)
-    return StateBytes(all_of_them * each, all_of_them * each, moments * each)
+    wide, exact = widths(dtype)
+    block, rest = parts(shape, parallel, rank)
+    matrices = shape.num_layers * sum(part.elements for part in block.values() if len(part.shape) > 1)
+    count = sum(n * part.elements for n, some in ((shape.num_layers, block), (1, rest)) for part in some.values())
+    moments = 2 * count - (matrices if optimizer == "muon" else 0)
+    block_numbers, rest_numbers = gathered_numbers(shape, parallel, rank)
+    gathered = block_numbers * wide + rest_numbers * exact if parallel.dp_shard > 1 else 0
+    return StateBytes(count * exact, count * exact, moments * exact, gathered)
 
 
-def activations(shape: Model, dtype: str, sequences: int, length: int) -> int:
+def activations(
+    shape: Model, dtype: str, sequences: int, length: int, parallel: Parallel = _ONE_RANK, rank: int = 0
+) -> int:
     """Bytes kept from the forward to the backward pass of one rank's micro-batch, dropout off, several documents a sample.
 
-    A block keeps, for each token: its input and the input of its second norm, both norms' outputs (4 D); queries and
-    attention's output, twice where documents are attended to one by one and then joined (3 H K); keys and values
-    (2 G K); gate, up and their product (3 F); all in the compute type. And in float32 or above the two norms' scales
-    and attention's log-sum-exp a head. Under bfloat16 also each weight as it was multiplied. Around the blocks: tokens,
-    cosines and sines, the last norm's input, and the loss's gradients of hidden states and output projection.
+    In numbers a token of the sequences, on one rank of t along `tp`; (e) in the compute type, (x) in float32 or above.
+    Heads H of K channels, key/value heads G, of which a rank reads g = max(1, G / t).
+
+    | kept                                             | t = 1   | tp        | sp        | sp, regather |
+    |--------------------------------------------------|---------|-----------|-----------|--------------|
+    | each block: its input, its second norm's (e)     | 2 D     | 2 D       | 2 D / t   | 2 D / t      |
+    | both norms' outputs, as products take them (e)   | 2 D     | 2 D       | 2 D       | 2 D / t      |
+    | queries, attention's output twice (e)            | 3 H K   | 3 H K / t | 3 H K / t | 3 H K / t    |
+    | keys, values (e)                                 | 2 G K   | 2 g K     | 2 g K     | 2 g K        |
+    | gate, up, their product (e)                      | 3 F     | 3 F / t   | 3 F / t   | 3 F / t      |
+    | with qk_norm: queries and keys before it (e)     | H K+G K | H K/t+g K | H K/t+g K | H K/t+g K    |
+    | with qk_norm: these norms' scales (x)            | H + G   | H / t + g | H / t + g | H / t + g    |
+    | both norms' scales (x)                           | 2       | 2         | 2 / t     | 2 / t        |
+    | attention's log-sum-exp (x)                      | H       | H / t     | H / t     | H / t        |
+    | around: last norm's input, gradient for it (e)   | 2 D     | 2 D       | 2 D / t   | 2 D / t      |
+    | last norm's scale (x)                            | 1       | 1         | 1 / t     | 1 / t        |
+    | cosines and sines (float32)                      | K       | K         | K         | K            |
+
+    Attention's output is there twice: document by document as attention needs it again, and joined (under sp: put in
+    rank order) as the next product does. The norms' output shards under sp are let go: what is kept is gathered.
+    And 9 bytes a token: its number, and whether it is learned or, under tp, is in this rank's part of the vocabulary.
+    A pass, too, whatever it is fed: the gradient of the rank's rows of the output projection (x), and under bfloat16
+    each weight as it was multiplied, but where `dp_shard` gathers them anew.
+
+    Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4, its derivation done for this block.
     """
-    each, exact = BYTES[dtype], max(BYTES[dtype], BYTES["float32"])
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    block = each * (4 * shape.hidden_size + 3 * query + 2 * key + 3 * shape.intermediate_size) + exact * (
-        2 + shape.num_heads
-    )
-    around = each * 2 * shape.hidden_size + exact + BYTES["float32"] * shape.head_dim + 8
-    cast = each * parameters(shape)["matrices"] if each < exact else 0
-    gradient = exact * shape.vocab_size * shape.hidden_size
-    return sequences * length * (shape.num_layers * block + around) + cast + gradient
+    (wide, exact), t = widths(dtype), parallel.tp
+    queries, pairs = shape.num_heads // t, max(1, shape.num_kv_heads // t)  # heads; of keys, and of values
+    tokens = sequences * length
+    stream = tokens // t if parallel.sp else tokens
+    entering = stream if parallel.sp_regather else tokens
+    heads = tokens * (3 * queries + 2 * pairs + shape.qk_norm * (queries + pairs)) * shape.head_dim
+    hidden = 2 * (stream + entering) * shape.hidden_size + heads + tokens * 3 * shape.intermediate_size // t
+    scales = 2 * stream + tokens * (queries + shape.qk_norm * (queries + pairs))
+    around = stream * (2 * shape.hidden_size * wide + exact)
+    around += tokens * (BYTES["float32"] * shape.head_dim + 9)
+    multiplied = 2 * (queries + pairs) * shape.head_dim + 3 * shape.intermediate_size // t
+    cast = multiplied * shape.hidden_size * shape.num_layers * wide if wide < exact and parallel.dp_shard == 1 else 0
+    rows = len(layout.share(0, shape.vocab_size, t, layout.coordinates(parallel, rank)["tp"]))
+    return shape.num_layers * (hidden * wide + scales * exact) + around + cast + rows * shape.hidden_size * exact
 
 
 def flops_per_token(shape: Model, sequence_length: int) -> int:
