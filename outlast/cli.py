@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from outlast.errors import OutlastError, UsageError
 
 HELP = """outlast: long-context language models, trained on whatever machines there are
 
-  outlast train [RUNFILE] [--section.knob VALUE ...]     train, or go on with a run
+  outlast train [RUNFILE] [--section.knob VALUE ...]     train, or go on with a run, on as many ranks as [parallel] says
   outlast tokenize [RUNFILE] [--data.knob VALUE ...]     tokenise the corpus ahead of time
   outlast generate RUN "PROMPT"                          let a trained run continue a text
   outlast export RUN FOLDER                              write a run as a Hugging Face directory
@@ -74,32 +75,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"]
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        match words:
-            case ["--version"]:
-                print(outlast.__version__)
-                return errors.DONE
-            case [] | ["-h" | "--help" | "help"]:
-                print(HELP, end="")
-                return errors.DONE
-            case [verb, *args]:
-                if verb not in VERBS:
-                    raise UsageError(f"there is no verb {verb!r}", fix=errors.nearest(verb, VERBS))
-                return VERBS[verb](args)
+        return dispatch(words)
     except OutlastError as error:
         if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
+            traceback.print_exception(error)
+        if not isinstance(error, _ToldError):
+            print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return errors.INTERRUPTED
     except _LeftError as left:  # outside the loop, which finishes its step and says more
-        print("left at SIGTERM before or after the steps; the same command goes on", file=sys.stderr)
+        if not ((launched := config.launched()) and launched.journal):  # else its supervisor tells
+            print("left at SIGTERM before or after the steps; the same command goes on", file=sys.stderr)
         return left.exit_code
     except BrokenPipeError:  # the reader of our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         signal.signal(signal.SIGTERM, before)
+    return errors.DONE
+
+
+def dispatch(words: Sequence[str]) -> int:
+    """Do what the words say. Returns the exit code."""
+    match words:
+        case ["--version"]:
+            print(outlast.__version__)
+        case [] | ["-h" | "--help" | "help"]:
+            print(HELP, end="")
+        case [verb, *args]:
+            if verb not in VERBS:
+                raise UsageError(f"there is no verb {verb!r}", fix=errors.nearest(verb, VERBS))
+            return VERBS[verb](args)
     return errors.DONE
 
 
@@ -195,52 +202,42 @@ def progress(console: Any) -> Iterator[Callable[[int, int], None]]:
 
 
 def train(args: Sequence[str]) -> int:
-    """The verb `train`."""
-    command, origin = read_run(TrainCommand, args, "train")
-    with where_set(origin):
-        return run_training(command, command.dry_run, command.profile)
-
-
-def run_training(run: Run, dry_run: bool, profile: bool) -> int:
-    """Train a run and say how it went, on the terminal and in the run folder's outcome.json."""
-    from outlast import records
-    from outlast.checkpoint.store import Store
-    from outlast.train import console as say
-    from outlast.train import loop, start, watchers
-
-    console, folder = say.Terminal(), Path(run.folder)
-    run = Run(**{field.name: getattr(run, field.name) for field in dataclasses.fields(Run)})
-    with progress(console) as report:
-        settled = start.settle(run, report)
-    if dry_run:
-        console.print(records.run_file(settled.run), highlight=False, soft_wrap=True, markup=False)
-        say.opening(console, settled, start.dry_groups(settled), Store(folder / "checkpoints", 1).newest())
-        return errors.DONE
-    if profile:
-        start.check_trace(settled, watchers.Trace.STEPS)
-    training = start.open_run(settled)
+    """The verb `train`: alone, as one of several ranks, or as the supervisor that starts them."""
+    launched = config.launched()
     try:
-        say.opening(console, settled, training.optimizer.groups, training.saved)
-        lookers: list[watchers.Watcher] = [
-            watchers.Finite(training),
-            watchers.Record(training),
-            say.Lines(console, settled.run.train.steps),
-        ]
-        if profile:
-            lookers.append(watchers.Trace(folder / "trace.json", training.step + 1))
-        ending = loop.train(training, lookers)
-    except BaseException as error:
-        code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
-        with contextlib.suppress(OutlastError):  # a full disk, say, that the first error is about already
-            training.close(f"{type(error).__name__}: {error}", code)
+        command, origin = read_run(TrainCommand, args, "train")
+        from outlast.train import command as training
+
+        with where_set(origin):
+            run = Run(**{field.name: getattr(command, field.name) for field in dataclasses.fields(Run)})
+            debug = ["--debug"] if "--debug" in sys.argv else []
+            rank = [sys.executable, "-u", "-m", "outlast", "train", *args, *debug]
+            return training.start(run, command.dry_run, command.profile, rank, launched, progress)
+    except Exception as error:
+        if launched and launched.ranks > 1:
+            raise failed_rank(launched, error) from error
         raise
-    outcome, code = ("done", errors.DONE)
-    if ending.signal:
-        code = errors.INTERRUPTED if ending.signal == "SIGINT" else errors.RESTART
-        outcome = f"left at {ending.signal}"
-    training.close(outcome, code)
-    say.closing(console, training, ending)
-    return code
+
+
+class _ToldError(OutlastError):
+    """A rank's failure that its supervisor knows of, and tells."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("")
+        self.exit_code = exit_code
+
+
+def failed_rank(launched: config.Launched, error: Exception) -> Exception:
+    """Tell the supervisor, where there is one, why this rank fails. Returns what is left to be told here."""
+    from outlast import journal
+    from outlast.comm.collectives import is_peer_loss
+
+    if is_peer_loss(error):
+        what = f"rank {launched.rank} lost the connection to another rank: {str(error).splitlines()[0]}"
+        error = errors.PeerError(
+            what, fix="what ended that one is the cause; the same command goes on from the newest checkpoint"
+        )
+    return _ToldError(getattr(error, "exit_code", 1)) if journal.report(launched, error) else error
 
 
 def tokenize(args: Sequence[str]) -> int:
@@ -325,18 +322,17 @@ def demo(args: Sequence[str]) -> int:
     folder = next(path for n in range(1, 10_000) if not (path := Path(f"runs/demo-{n}")).exists())
     # Muon learns the most from the few tokens that a laptop reads in a minute.
     chosen = {"data.tokenizer": "bpe", "data.sequence_length": 256, "optim.name": "muon", "optim.lr": 1e-2}
-    chosen |= {"train.steps": 80, "eval.every": 40, "eval.samples": 16}
-    run = config.replaced(Run(), {"folder": str(folder)} | chosen)
-    code = run_training(run, dry_run=False, profile=False)
+    chosen |= {"train.steps": 80, "eval.every": 40, "eval.samples": 16, "parallel.tp": 2}
+    words = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
+    code = train(["--folder", str(folder), *words, "--parallel.sp"])
     if code == errors.DONE:
         from outlast.serve import generate as serving
         from outlast.serve.trained import open_trained
+        from outlast.train import console as say
 
-        print('\nWhat it writes after "class":\n')
-        print(
-            "class" + serving.text(open_trained(folder), "class", max_tokens=120, temperature=0.6, top_p=0.95, seed=0)
-        )
-        print(f'\nTry: outlast generate {folder} "import"')
+        say.sequence_parallelism(say.Terminal(), config.replaced(Run(), settings.read_file(folder / "run.toml")))
+        told = serving.text(open_trained(folder), "class", max_tokens=120, temperature=0.6, top_p=0.95, seed=0)
+        print(f'\nWhat it writes after "class":\n\nclass{told}\n\nTry: outlast generate {folder} "import"')
     return code
 
 

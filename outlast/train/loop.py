@@ -4,15 +4,19 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
 
 from outlast import settings
 from outlast.data import batches
-from outlast.data.batches import MicroBatch
-from outlast.model.transformer import Packing, Transformer
+from outlast.data.batches import Step
+from outlast.errors import RanksDifferError
+from outlast.model.transformer import Transformer
+from outlast.parallel.gradients import complete, let_go
+from outlast.parallel.inputs import inputs
+from outlast.parallel.mesh import Mesh
 from outlast.plan import memory
 from outlast.train.optimizer import clip, lr_factor
 from outlast.train.start import Training, device_name
@@ -57,74 +61,104 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
         DivergedError: the loss or the gradient norm is not a number; the last checkpoint is untouched.
         StorageError: a record or a checkpoint could not be written.
     """
-    run, model, last, begun = training.run, training.model, training.last_step, time.perf_counter()
+    run, mesh, model, last, begun = training.run, training.mesh, training.model, training.last_step, time.perf_counter()
     batch = settings.batch_sequences(run)
     ending = Ending(batch * run.data.sequence_length)
     if run.train.compile:
         compile_blocks(model)
-    with stop_requests() as requests:
+    with stop_requests(alone=mesh.world is None) as requests:
         if training.step == 0:
             evaluate(training, watchers)
-        while training.step < last and not requests:
+        ending.signal = agreed(requests, mesh)
+        while training.step < last and not ending.signal:
             step, started = training.step + 1, time.perf_counter()
-            work = batches.step(training.feed, training.position, batch, run.train.micro_batch)
+            mesh.counts.take()
+            share = (run.train.micro_batch, mesh.data_ranks, mesh.data_rank)
+            work = batches.step(training.feed, training.position, batch, *share)
             waited = time.perf_counter() - started
+            work = of_all_ranks(work, mesh)
             for watcher in watchers:
                 watcher.batch(step, work)
 
             model.train()
-            total = torch.zeros((), dtype=torch.float64, device=training.settled.device)
+            total = torch.zeros((), dtype=torch.float64, device=mesh.device)
             for one in work.batches:
-                loss = model(*on_device(one, training.settled.device))
+                loss = model(*inputs(one, mesh))
                 # Over the whole step's learned tokens, so that no micro-batch or rank weighs more than its tokens do.
                 (loss / max(1, work.learned)).backward()
                 total += loss.detach()
-            norm = clip(model.parameters(), run.optim.clip).item()
-            mean = total.item() / max(1, work.learned)
+            complete(training.parts, mesh)
+            norm = clip(training.parts, mesh, run.optim.clip)
+            mean = mesh.sum(total, alike=("tp",)).item() / max(1, work.learned)
             for watcher in watchers:
                 watcher.gradients(step, mean, norm)
 
             lr = run.optim.lr * lr_factor(run.schedule, run.train.steps, step)
             training.optimizer.step(lr)
             training.step, training.position = step, work.stop
+            ending.signal = agreed(requests, mesh)
 
             ending.seconds.append(time.perf_counter() - started)
             numbers = measured(training, mean, norm, lr, ending.seconds[-1], waited)
-            training.metrics.write(step, numbers)
+            training.measure(numbers)
             for watcher in watchers:
                 watcher.update(step, numbers)
 
-            if step % run.checkpoint.every == 0 or step == last or requests:
+            if step % run.checkpoint.every == 0 or step == last or ending.signal:
                 training.save()
-            if run.eval.every and step % run.eval.every == 0 and step < last and not requests:
+            if run.eval.every and step % run.eval.every == 0 and step < last and not ending.signal:
                 evaluate(training, watchers)
+                ending.signal = agreed(requests, mesh)
         if training.step != training.saved_step and ending.seconds:  # asked to leave during an evaluation
             training.save()
         if training.step == last and training.evaluated_step != last:
             evaluate(training, watchers)
-    ending.signal, ending.total_seconds = requests[0] if requests else "", time.perf_counter() - begun
+            ending.signal = agreed(requests, mesh)
+    ending.total_seconds = time.perf_counter() - begun
     return ending
 
 
-def on_device(one: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, Packing]:
-    """A micro-batch as the model takes it."""
-    tokens, targets, places, samples = (
-        torch.from_numpy(array).to(device, non_blocking=True)
-        for array in (one.tokens_BS, one.targets_BS, one.places_BS, one.positions_B)
-    )
-    return tokens, targets, Packing(samples, places, one.documents)
+def of_all_ranks(work: Step, mesh: Mesh) -> Step:
+    """A rank's step with what is learned and fed by all of them; the hash adds up modulo 2^64.
+
+    Raises:
+        RanksDifferError: ranks that should be fed the same were not.
+    """
+    signed, counts = work.fed - (work.fed >> 63 << 64), mesh.first_along("tp")
+    mine = torch.tensor([work.learned * counts, signed * counts, signed], dtype=torch.int64, device=mesh.device)
+    learned, fed, of_all = mesh.sum(mine).tolist()
+    if (fed * mesh.parallel.tp - of_all) % 2**64:
+        raise RanksDifferError(
+            f"ranks of tp were fed other tokens than one another at positions {work.first} to {work.stop - 1}",
+            fix="a host's corpus cache or memory is at fault: remove the cache (data.cache), and start again",
+        )
+    return replace(work, learned=learned, fed=fed % 2**64)
+
+
+def agreed(requests: Sequence[signal.Signals], mesh: Mesh) -> str:
+    """The signal by which any rank was asked to leave, known to all of them; empty where none was."""
+    number = mesh.largest(requests[0] if requests else 0)
+    return signal.Signals(number).name if number else ""
 
 
 def measured(
     training: Training, loss: float, norm: float, lr: float, seconds: float, waited: float
 ) -> dict[str, float | None]:
-    """A step's numbers, as metrics.jsonl keeps them. None where this device does not tell."""
+    """A step's numbers, as metrics.jsonl keeps them. None where this device does not tell.
+
+    Memory, waits and transfers are the leading rank's; the transfers by axis and operation, `comm.tp.all_gather.bytes`.
+    """
     run, device = training.run, training.settled.device
     tokens = settings.batch_sequences(run) * run.data.sequence_length
     peak = memory.peak_flops(device_name(device)) if run.train.dtype == "bfloat16" else None
     model_flops = tokens * memory.flops_per_token(run.model, run.data.sequence_length)
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-    return {
+    sent = {
+        f"comm.{axis}.{op}.{what}": number
+        for (axis, op), tally in training.mesh.counts.take().items()
+        for what, number in vars(tally).items()
+    }
+    return sent | {
         "loss": loss,
         "grad_norm": norm,
         "lr": lr,
@@ -139,15 +173,18 @@ def measured(
 @torch.no_grad()
 def evaluate(training: Training, watchers: Sequence[Watcher]) -> None:
     """Record the mean loss over the learned tokens of the held-out samples, in nats; nothing where none are held out."""
+    run, mesh = training.run, training.mesh
     training.model.eval()
-    total, learned = 0.0, 0
-    for one in training.feed.evaluation(training.run.eval.samples, training.run.train.micro_batch):
-        total += training.model(*on_device(one, training.settled.device)).item()
-        learned += one.learned
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    share = (run.train.micro_batch, mesh.data_ranks, mesh.data_rank)
+    for one in training.feed.evaluation(run.eval.samples, *share):
+        sums += torch.stack((training.model(*inputs(one, mesh)).double(), sums.new_tensor(one.learned)))
+    let_go(training.model)
+    total, learned = mesh.sum(sums, alike=("tp",)).tolist()
     if learned:
-        training.journal.write("evaluation", training.step, loss=total / learned)
+        training.note("evaluation", loss=total / learned)
         training.evaluated_step = training.step
-        training.metrics.write(training.step, {"held_out_loss": total / learned})
+        training.measure({"held_out_loss": total / learned})
         for watcher in watchers:
             watcher.evaluation(training.step, total / learned)
 
@@ -160,15 +197,19 @@ def compile_blocks(model: Transformer) -> None:
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[str]]:
-    """Signals that ask to leave after the step, by name as they come; a second one is not held back."""
-    requests: list[str] = []
+def stop_requests(alone: bool = True) -> Iterator[list[signal.Signals]]:
+    """Signals that ask to leave after the step, as they come; a second one is not held back.
+
+    Of several ranks each may be told twice, by the supervisor and by a scheduler: only a second ctrl-C means haste then.
+    """
+    requests: list[signal.Signals] = []
     asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
     before = {one: signal.getsignal(one) for one in asked}
 
     def note(number: int, _frame: object) -> None:
-        requests.append(signal.Signals(number).name)
-        signal.signal(number, before[signal.Signals(number)])
+        requests.append(signal.Signals(number))
+        if alone or number == signal.SIGINT:
+            signal.signal(number, before[signal.Signals(number)])
 
     for one in asked:
         signal.signal(one, note)

@@ -1,7 +1,7 @@
 """How weights are updated: the parameter groups, the optimizers, the learning rate, and their state by name."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outlast.config import Optim, Schedule
+from outlast.checkpoint.shards import Shard
+from outlast.config import Optim, Run, Schedule
 from outlast.model.loss import sum_dtype
+from outlast.parallel import matrices
+from outlast.parallel.gradients import Part, norm
+from outlast.parallel.mesh import Mesh
+from outlast.places import Place
 
 
 @dataclass(frozen=True)
@@ -23,13 +28,12 @@ class Group:
     parameters: dict[str, nn.Parameter]
 
 
-def groups(model: nn.Module, optim: Optim) -> list[Group]:
-    """Sort the parameters: matrices decay; embeddings, norms and biases do not.
+def groups(named: Mapping[str, nn.Parameter], optim: Optim) -> list[Group]:
+    """Sort the parameters, or a rank's parts of them: matrices decay; embeddings, norms and biases do not.
 
     An output projection of its own is a matrix and decays; tied to the embedding it is the embedding. Under Muon the
     matrices inside the blocks are orthogonalised, all else is AdamW's.
     """
-    named = dict(model.named_parameters())
     hidden = {n: p for n, p in named.items() if p.dim() == 2 and n.startswith("layers.")}
     output = {n: p for n, p in named.items() if n == "lm_head.weight"}
     embeddings = {n: p for n, p in named.items() if n == "embed_tokens.weight"}
@@ -59,29 +63,43 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate. The update has the root mean square of AdamW's, so that the same rate fits both.
         momentum: decay of the momentum; Nesterov's form.
         weight_decay: decoupled.
+        on_whole: applies a function of a whole matrix to updates of which this process may have parts, given also the
+            parameters they are for.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the update's scale from Liu
         et al. 2025 (arXiv 2502.16982) equation 4.
     """
 
-    def __init__(self, parameters: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        on_whole: Callable[[Callable[[Tensor], Tensor], list[Tensor], list[nn.Parameter]], list[Tensor]] | None = None,
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._on_whole = on_whole or (lambda work, matrices, _: [work(matrix) for matrix in matrices])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
         """Update every matrix that has a gradient."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            ahead = []
+            for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter]["momentum"] = torch.zeros_like(parameter)
                 momentum = self.state[parameter]["momentum"]
                 momentum.mul_(group["momentum"]).add_(parameter.grad)
-                ahead = parameter.grad.add(momentum, alpha=group["momentum"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = 0.2 * math.sqrt(max(parameter.shape))
-                parameter.add_(orthogonal(ahead), alpha=-group["lr"] * scale)
+                ahead.append(parameter.grad.add(momentum, alpha=group["momentum"]))
+            for parameter, update in zip(parameters, self._on_whole(balanced, ahead, parameters), strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+
+def balanced(matrix: Float[Tensor, "R C"]) -> Float[Tensor, "R C"]:
+    """The matrix made orthogonal, with the root mean square an update by AdamW has."""
+    return orthogonal(matrix).mul_(0.2 * math.sqrt(max(matrix.shape)))
 
 
 def orthogonal(matrix: Float[Tensor, "R C"]) -> Float[Tensor, "R C"]:
@@ -99,17 +117,23 @@ def orthogonal(matrix: Float[Tensor, "R C"]) -> Float[Tensor, "R C"]:
 
 
 class Optimizer:
-    """The optimizers of a run as one.
+    """The optimizers of a run as one. Each rank updates the parts it keeps.
 
     Args:
-        model: whose parameters.
-        optim: the [optim] knobs.
+        parts: of the parameters.
+        run: its [optim] knobs, and its layout.
+        mesh: the grid.
     """
 
-    def __init__(self, model: nn.Module, optim: Optim) -> None:
-        self.groups = groups(model, optim)
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    def __init__(self, parts: Sequence[Part], run: Run, mesh: Mesh) -> None:
+        optim = run.optim
+        self.groups = groups({part.name: part.parameter for part in parts}, optim)
+        self.parts: dict[Tensor, Part] = {part.parameter: part for part in parts}
         self.optimizers: list[torch.optim.Optimizer] = []
+
+        def on_whole(work: Callable[[Tensor], Tensor], mine: list[Tensor], of: list[nn.Parameter]) -> list[Tensor]:
+            return matrices.on_whole(work, mine, [self.parts[parameter] for parameter in of], run, mesh)
+
         for kind in ("adamw", "muon"):
             mine = [
                 {"params": list(group.parameters.values()), "weight_decay": group.weight_decay}
@@ -120,7 +144,7 @@ class Optimizer:
                 betas = (optim.beta1, optim.beta2)
                 self.optimizers.append(torch.optim.AdamW(mine, lr=optim.lr, betas=betas, eps=optim.eps, fused=True))
             elif mine:
-                self.optimizers.append(Muon(mine, optim.lr, optim.momentum, optim.weight_decay))
+                self.optimizers.append(Muon(mine, optim.lr, optim.momentum, optim.weight_decay, on_whole))
 
     def step(self, lr: float) -> None:
         """Update the weights by their gradients, and forget these."""
@@ -130,42 +154,46 @@ class Optimizer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, Tensor]:
-        """Moments and step counts, by `optim.PARAMETER.WHICH`."""
+    def state(self) -> dict[str, Shard]:
+        """The rank's parts of moments, and step counts, by `optim.PARAMETER.WHICH`."""
         return {
-            f"optim.{self.names[parameter]}.{which}": tensor
+            f"optim.{part.name}.{which}": Shard(tensor, part.place if tensor.dim() else Place((), (), ()))
             for optimizer in self.optimizers
             for parameter, kept in optimizer.state.items()
+            for part in (self.parts[parameter],)
             for which, tensor in kept.items()
         }
 
-    def make_room(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    def make_room(self, shapes: dict[str, torch.Size]) -> None:
         """Make the tensors of a saved state, to be loaded into, and take them as the state.
 
         Args:
-            shapes: of a checkpoint's tensors by name, others than `optim.` passed over.
+            shapes: of a checkpoint's whole tensors by name, others than `optim.` passed over.
         """
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    prefix = f"optim.{self.names[parameter]}."
-                    optimizer.state[parameter] = {
-                        name.removeprefix(prefix): torch.zeros_like(parameter)
-                        if shape == parameter.shape
-                        else torch.zeros(shape, device=parameter.device)
-                        for name, shape in shapes.items()
-                        if name.startswith(prefix)
-                    }
-        return self.state()
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                part = self.parts[parameter]
+                prefix = f"optim.{part.name}."
+                optimizer.state[parameter] = {
+                    name.removeprefix(prefix): torch.zeros_like(parameter)
+                    if shape == part.place.whole
+                    else torch.zeros(shape, device=parameter.device)
+                    for name, shape in shapes.items()
+                    if name.startswith(prefix)
+                }
 
 
-def clip(parameters: Iterable[nn.Parameter], largest: float) -> Float[Tensor, ""]:
+def clip(parts: Sequence[Part], mesh: Mesh, largest: float) -> float:
     """Scale all gradients so that their global 2-norm is at most `largest` (0: leave them).
 
     Returns:
-        The norm before, in the gradients' type.
+        The norm before.
     """
-    return torch.nn.utils.clip_grad_norm_(parameters, largest or math.inf)
+    before = norm(parts, mesh)
+    scale = largest / (before + 1e-6) if largest else 1.0
+    if scale < 1:
+        torch._foreach_mul_([part.parameter.grad for part in parts if part.parameter.grad is not None], scale)
+    return before
 
 
 def lr_factor(schedule: Schedule, steps: int, step: int) -> float:

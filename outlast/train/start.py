@@ -1,31 +1,33 @@
 """From settings to a run that can take its next step: the corpus, the folder, the model, the checkpoint gone on from."""
 
-import hashlib
-import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 import torch
-from torch import Tensor
 
 import outlast
 from outlast import config, layout, records, settings
 from outlast.checkpoint import store
+from outlast.checkpoint.shards import Shard
 from outlast.config import Run
 from outlast.data.batches import Feed
 from outlast.data.tokens import Corpus, Tokenizer, open_tokenizer, prepare
-from outlast.errors import DataError, ResumeError, StorageError, UsageError, WeightsError
-from outlast.journal import Journal
+from outlast.errors import DataError, StorageError, UsageError, WeightsError
+from outlast.journal import Journal, Sender, end
 from outlast.journal import read as read_journal
 from outlast.metrics import Metrics
 from outlast.model import hf
 from outlast.model.transformer import Transformer
+from outlast.parallel import agreement, build
+from outlast.parallel.gradients import Part
+from outlast.parallel.mesh import Mesh, make
 from outlast.plan import memory
+from outlast.train.identity import compare, facts, identity_hash
 from outlast.train.optimizer import Group, Optimizer, groups
 
 
@@ -61,6 +63,9 @@ class Training:
     """A run in memory.
 
     Attributes:
+        mesh: the rank grid.
+        model, parts: this rank's part of the model, and of each of its parameters.
+        journal, metrics: the run's records; None on the ranks that do not lead.
         saved: the checkpoint it went on from, or None.
         saved_step: the step of its newest checkpoint, or -1.
         evaluated_step: the last step whose held-out loss the journal has, or -1.
@@ -69,12 +74,14 @@ class Training:
     """
 
     settled: Settled
+    mesh: Mesh
     model: Transformer
+    parts: list[Part]
     optimizer: Optimizer
     feed: Feed
     store: store.Store
-    journal: Journal
-    metrics: Metrics
+    journal: Journal | Sender | None
+    metrics: Metrics | None
     saved: store.Saved | None
     saved_step: int
     evaluated_step: int
@@ -91,53 +98,65 @@ class Training:
         """The step to leave after."""
         return self.run.train.stop_at or self.run.train.steps
 
+    def note(self, event: str, **fields: Any) -> None:
+        """Write a line about the last finished step to the journal: one rank does for all."""
+        if self.journal:
+            self.journal.write(event, self.step, **fields)
+
+    def measure(self, numbers: dict[str, float | None]) -> None:
+        """Write the last finished step's numbers, where this rank keeps them."""
+        if self.metrics:
+            self.metrics.write(self.step, numbers)
+
     def save(self) -> None:
         """Commit a checkpoint of the last finished step."""
         about = {"position": self.position, "identity": self.settled.identity}
-        saved = self.store.save(self.step, tensors(self.model, self.optimizer), about)
+        saved = self.store.save(self.step, tensors(self.parts, self.optimizer), about)
         self.saved_step = self.step
-        self.journal.write("checkpoint", self.step, path=saved.path.name, bytes=saved.bytes)
-        try:
-            for old in self.store.trim():
-                self.journal.write("checkpoint removed", self.step, path=old.path.name)
-        except StorageError as error:  # costs room, but no work
-            self.journal.write("checkpoint not removed", self.step, why=error.what)
+        self.note("checkpoint", path=saved.path.name, bytes=saved.bytes)
+        if self.mesh.leads:
+            try:
+                for old in self.store.trim():
+                    self.note("checkpoint removed", path=old.path.name)
+            except StorageError as error:  # costs room, but no work
+                self.note("checkpoint not removed", why=error.what)
 
     def close(self, outcome: str, exit_code: int) -> None:
-        """Write how the run was left, to the journal and to outcome.json, and let go of the folder."""
+        """Write how the run was left, and let go of the folder."""
         try:
-            self.journal.write("end", self.step, outcome=outcome, exit_code=exit_code)
-            told = {"outcome": outcome, "exit_code": exit_code, "step": self.step}
-            records.write_json(Path(self.run.folder) / "outcome.json", "outcome", 1, told)
+            if isinstance(self.journal, Journal):  # else the supervisor writes it
+                end(self.journal, self.step, outcome, exit_code)
         finally:
-            self.metrics.close()
-            self.journal.close()
+            if self.metrics:
+                self.metrics.close()
+            if self.journal:
+                self.journal.close()
 
 
-def tensors(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything a checkpoint holds, by name."""
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()} | optimizer.state()
+def tensors(parts: Sequence[Part], optimizer: Optimizer) -> dict[str, Shard]:
+    """The rank's parts of everything a checkpoint holds, by name."""
+    weights = {f"model.{part.name}": Shard(part.parameter.detach(), part.place) for part in parts}
+    return weights | optimizer.state()
 
 
-def identity_hash(identity: dict[str, Any]) -> str:
-    """The run's identity, 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def settle(run: Run, progress: Callable[[int, int], None] | None = None) -> Settled:
+def settle(
+    run: Run, progress: Callable[[int, int], None] | None = None, launched: config.Launched | None = None
+) -> Settled:
     """Decide what the settings leave open, and tokenise the corpus where that is still to be done.
 
     Args:
         run: as the run file and the command line say; `model` already that of `model.weights`.
         progress: told bytes read and bytes in all while tokenising.
+        launched: as which rank of how many this process was started; None where it is alone, or starts them.
 
     Raises:
         OutlastError: something in it cannot be.
     """
     settings.check(run)
-    layout.check(run.parallel, run.model, ranks=1)
-    device = _device(run)
-    _set_threads(run)
+    layout.check(run, launched.ranks if launched else None)
+    device = _device(run, launched)
+    torch.set_num_threads(threads(run, launched.local_ranks if launched else layout.ranks(run.parallel)))
+    torch.use_deterministic_algorithms(run.train.deterministic)
     tokenizer = open_tokenizer(run.data, run.model.weights)
     if run.model.weights:
         _check_tokenizer(run, tokenizer)
@@ -153,23 +172,36 @@ def settle(run: Run, progress: Callable[[int, int], None] | None = None) -> Sett
     return Settled(config.replaced(run, decided), tokenizer, corpus, device, weights)
 
 
-def _device(run: Run) -> torch.device:
+def _device(run: Run, launched: config.Launched | None) -> torch.device:
     if run.train.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "train.device is cuda, and torch finds no CUDA device", fix="set it to auto or cpu", key="train.device"
         )
-    return torch.device("cuda" if run.train.device != "cpu" and torch.cuda.is_available() else "cpu")
+    if run.train.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    here = launched.local_ranks if launched else layout.ranks(run.parallel)
+    if here > torch.cuda.device_count():
+        raise UsageError(
+            f"{here} ranks on this host, and it has {torch.cuda.device_count()} CUDA devices",
+            fix="start one rank a device, or set train.device to cpu",
+            key="train.device",
+        )
+    if here > 1 and not launched:  # who starts the ranks takes none of their memory
+        return torch.device("cuda", 0)
+    device = torch.device("cuda", launched.local_rank if launched else torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device
+
+
+def threads(run: Run, local_ranks: int) -> int:
+    """Threads of each rank: the cores are shared out."""
+    return run.train.threads or max(1, config.usable_cores() // local_ranks)
 
 
 def _dtype(run: Run, device: torch.device) -> str:
     if run.train.dtype != "auto":
         return run.train.dtype
     return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
-
-
-def _set_threads(run: Run) -> None:
-    torch.set_num_threads(run.train.threads or config.usable_cores())
-    torch.use_deterministic_algorithms(run.train.deterministic)
 
 
 def _check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
@@ -193,57 +225,88 @@ def _check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
         )
 
 
-def open_run(settled: Settled) -> Training:
+def open_run(settled: Settled, launched: config.Launched | None = None) -> Training:
     """Take the run's folder, and go on from its newest checkpoint where it has one.
 
     Raises:
         ResumeError: the folder holds another run, or is in use.
         StorageError: it cannot be written, or the checkpoint is damaged.
+        RanksDifferError: the ranks do not run the same thing.
     """
     run, folder = settled.run, Path(settled.run.folder)
-    _check_memory(settled)
-    journal = Journal(folder / "journal.jsonl")
+    _check_memory(settled, launched.local_ranks if launched else 1)
+    mesh = make(run.parallel, settled.device)
+    journal = _journal(mesh, folder, launched)
     try:
-        kept = store.Store(folder / "checkpoints", run.checkpoint.keep)
+        kept = store.Store(folder / "checkpoints", run.checkpoint.keep, mesh.axes.get("checkpoint"))
         saved = kept.newest()
-        changed = _compare(settled, folder, saved)
-        told = [line["step"] for line in read_journal(journal.path) if line["event"] == "evaluation"]
-        model = Transformer.on(settled.device, run.model, getattr(torch, run.train.dtype), run.train.seed)
-        optimizer = Optimizer(model, run.optim)
+        told = [line["step"] for line in read_journal(folder / "journal.jsonl") if line["event"] == "evaluation"]
+        evaluated_step = told[-1] if told else -1
+        agreement.same_folder(mesh, folder)
+        agreement.same_everywhere(
+            mesh,
+            {
+                **facts(run, settled.identity),
+                "newest checkpoint": saved and saved.step,
+                "last evaluation": evaluated_step,
+            },
+        )
+        changed = compare(run, settled.identity, saved)
+        model, parts = build(run, mesh)
+        optimizer = Optimizer(parts, run, mesh)
         feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
         if not all(feed.order.sizes):
             raise DataError("a source has no training tokens at all", fix="give it more text", key="data.sources")
         if saved:
-            store.verify(saved)
             optimizer.make_room(store.contents(saved))
-            store.load(saved, tensors(model, optimizer))
+            kept.load(saved, tensors(parts, optimizer))
         elif run.model.weights:
-            hf.load(model, Path(run.model.weights))
+            weights = ((part.name, part.parameter.detach(), part.place) for part in parts)
+            hf.load(model, Path(run.model.weights), weights)
+        agreement.replicas_equal_shards_different(parts, mesh)
         step, position = (saved.step, saved.about["position"]) if saved else (0, 0)
-        metrics = Metrics(folder, run.log, config.result_knobs(run), journal.attempt, step)
+        metrics = Metrics(folder, run.log, config.result_knobs(run), journal.attempt, step) if journal else None
     except BaseException:
-        journal.close()
+        if journal:
+            journal.close()
         raise
-    journal.write(
-        "start",
-        step,
-        position=position,
-        identity=identity_hash(settled.identity),
-        corpus=settled.corpus.fingerprint,
-        checkpoint=saved.path.name if saved else None,
-        changed=changed,
-        layout=layout.degrees(run.parallel),
-        batch=settings.batch_sequences(run),
-        dtype=run.train.dtype,
-        device=device_name(settled.device),
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-    )
-    _write_records(settled, folder)
-    (folder / "outcome.json").unlink(missing_ok=True)  # of the start before
-    saved_step, evaluated_step = saved.step if saved else -1, told[-1] if told else -1
-    state = (saved, saved_step, evaluated_step, step, position)
-    return Training(settled, model, optimizer, feed, kept, journal, metrics, *state)
+    state = (saved, saved.step if saved else -1, evaluated_step, step, position)
+    training = Training(settled, mesh, model, parts, optimizer, feed, kept, journal, metrics, *state)
+    if journal:
+        training.note("start", **_start(settled, mesh, position, saved, changed))
+        _write_records(settled, folder)
+        (folder / "outcome.json").unlink(missing_ok=True)  # of the start before
+    return training
+
+
+_OF_A_PROCESS: Final = 300_000_000
+"""Bytes of a rank that has only loaded torch and us: what metrics.jsonl shows of the smallest run, rounded down."""
+
+
+def _journal(mesh: Mesh, folder: Path, launched: config.Launched | None) -> Journal | Sender | None:
+    if not mesh.leads:
+        return None
+    return Sender(launched) if launched and launched.journal else Journal(folder / "journal.jsonl")
+
+
+def _start(
+    settled: Settled, mesh: Mesh, position: int, saved: store.Saved | None, changed: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """What the journal is told at a start."""
+    run = settled.run
+    return {
+        "position": position,
+        "identity": identity_hash(settled.identity),
+        "corpus": settled.corpus.fingerprint,
+        "checkpoint": saved.path.name if saved else None,
+        "changed": changed,
+        "layout": layout.degrees(run.parallel) | {"sp": run.parallel.sp},
+        "batch": settings.batch_sequences(run),
+        "dtype": run.train.dtype,
+        "device": device_name(settled.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def check_trace(settled: Settled, steps: int) -> None:
@@ -257,50 +320,44 @@ def check_trace(settled: Settled, steps: int) -> None:
         )
 
 
-def _check_memory(settled: Settled) -> None:
+def check_start(settled: Settled) -> None:
+    """Refuse, before any rank is started on this machine, what each of them would.
+
+    Raises:
+        UsageError: it does not fit into memory.
+        ResumeError: the folder holds another run.
+    """
+    run, folder = settled.run, Path(settled.run.folder)
+    ranks, there = layout.ranks(run.parallel), psutil.virtual_memory().total
+    if ranks * _OF_A_PROCESS > there:
+        raise UsageError(
+            f"{ranks:,} ranks on this machine take {ranks * _OF_A_PROCESS / 1e9:,.0f} GB before anything is in them, and it has {there / 1e9:,.0f} GB",
+            fix="lower the degrees, or start the ranks on several machines with torchrun",
+            key=next(f"parallel.{axis}" for axis, degree in layout.degrees(run.parallel).items() if degree > 1),
+        )
+    _check_memory(settled, ranks)
+    compare(run, settled.identity, store.Store(folder / "checkpoints", run.checkpoint.keep).newest())
+
+
+def _check_memory(settled: Settled, local_ranks: int) -> None:
     """Refuse what could never fit, before the system ends the process for it."""
     run, cuda = settled.run, settled.device.type == "cuda"
-    needed = memory.state(run.model, run.train.dtype, run.optim.name).total
+    needed = memory.state(run.model, run.train.dtype, run.optim.name, run.parallel).total
+    here = 1 if cuda else local_ranks
     there = torch.cuda.mem_get_info(settled.device)[1] if cuda else psutil.virtual_memory().total
-    if needed > there:
+    if needed * here > there:
+        ranks = f"for each of {here} ranks, " if here > 1 else ""
         raise UsageError(
-            f"weights, gradients and moments take {needed / 1e9:,.1f} GB, and {device_name(settled.device)} has {there / 1e9:,.1f} GB",
-            fix="make the model smaller; outlast train --dry-run shows what takes how much",
+            f"weights, gradients and moments take {needed / 1e9:,.1f} GB, {ranks}and {device_name(settled.device)} has {there / 1e9:,.1f} GB",
+            fix="make the model smaller or share it among more ranks; outlast train --dry-run shows what takes how much",
             key="model.hidden_size",
         )
 
 
-def dry_groups(settled: Settled) -> list[Group]:
-    """The parameter groups of a run that is only looked at: no weight takes memory."""
+def parameter_groups(settled: Settled) -> list[Group]:
+    """The parameter groups of the whole model, for looking at: no weight takes memory."""
     with torch.device("meta"):
-        return groups(Transformer(settled.run.model), settled.run.optim)
-
-
-def _compare(settled: Settled, folder: Path, saved: store.Saved | None) -> dict[str, list[Any]]:
-    """What differs between the run in the folder and this one; refused unless it was allowed."""
-    path = folder / "identity.json"
-    if not (path.exists() or saved):
-        return {}
-    before = records.read_json(path, "identity", 1).get("knobs") if path.exists() else saved and saved.about["identity"]
-    if not isinstance(before, dict):
-        raise ResumeError(
-            "the run's identity is damaged", fix="remove the file: the checkpoints have it too", where=str(path)
-        )
-    now = json.loads(json.dumps(settled.identity))
-    changed = {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}
-    for key, (old, new) in changed.items():
-        about_data = key.startswith("data.") or key in ("corpus", "tokenizer", "train.seed")
-        # Of another shape, or with moments of another kind, it could not go on; what it began from is in the past.
-        fixed = key.startswith("model.") or key in ("weights", "train.dtype", "optim.name")
-        section = "data" if about_data else "train"
-        if fixed or not getattr(settled.run, section).allow_change:
-            way_on = "" if fixed else f", or go on with the change: --{section}.allow-change"
-            raise ResumeError(
-                f"the run in {folder} was begun with {key} = {old!r}, and this command has {new!r}",
-                fix=f"give this one another folder: --folder runs/NAME{way_on}",
-                key={"corpus": "data.sources", "tokenizer": "data.tokenizer", "weights": "model.weights"}.get(key, key),
-            )
-    return changed
+        return groups(dict(Transformer(settled.run.model).named_parameters()), settled.run.optim)
 
 
 def _write_records(settled: Settled, folder: Path) -> None:

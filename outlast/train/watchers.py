@@ -1,5 +1,6 @@
 """Those who look on while a run trains: each is told of every step, and none is known to the loop by name."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -7,6 +8,7 @@ import torch
 
 from outlast.data.batches import Step
 from outlast.errors import DivergedError
+from outlast.plan import traffic
 from outlast.train.start import Training
 
 
@@ -39,8 +41,8 @@ class Record(Watcher):
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """Write the line."""
         work = self.work
-        self.training.journal.write(
-            "step", step, durable=False, samples=[work.first, work.stop], fed=f"{work.fed:016x}", loss=numbers["loss"]
+        self.training.note(
+            "step", durable=False, samples=[work.first, work.stop], fed=f"{work.fed:016x}", loss=numbers["loss"]
         )
 
 
@@ -65,6 +67,36 @@ class Finite(Watcher):
                 fix="the weights are those of the last checkpoint; lower optim.lr, or look at the samples",
                 where=f"samples {self.work.first} to {self.work.stop - 1}, from " + ", ".join(sorted(files)[:3]),
             )
+
+
+class Counted(Watcher):
+    """Watcher: adds up what this rank has sent in the run's steps, and what the formulas say it should have.
+
+    Attributes:
+        sent: calls, bytes and seconds waited, by axis and which of these.
+        formula: bytes by axis.
+        seconds: the steps took.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.formula: Counter[str] = Counter()
+        self.seconds = 0.0
+
+    def batch(self, step: int, work: Step) -> None:
+        """Add what the step will send."""
+        sequences, learned = [len(one.positions_B) for one in work.batches], [one.learned for one in work.batches]
+        for (axis, _), one in traffic.step(self.training.run, sequences, learned, self.training.mesh.rank).items():
+            self.formula[axis] += one.bytes
+
+    def update(self, step: int, numbers: dict[str, float | None]) -> None:
+        """Add what it has sent."""
+        self.seconds += numbers["seconds"] or 0
+        for name, number in numbers.items():
+            if name.startswith("comm."):
+                _, axis, _, what = name.split(".")
+                self.sent[axis, what] += number or 0  # pyrefly: ignore[unsupported-operation]
 
 
 class Trace(Watcher):
