@@ -13,6 +13,7 @@ install_import_hook("outlast.model", "beartype.beartype")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from ranks import Ranks  # noqa: E402
 
 settings.register_profile("outlast", deadline=None, print_blob=True)
 settings.load_profile("outlast")
@@ -23,6 +24,13 @@ def _two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def ranks(request):
+    """Worker groups, started once and shared: see tests/ranks.py."""
+    with Ranks(request.config.getini("filterwarnings"), checked=True) as groups:
+        yield groups
 
 
 @pytest.fixture

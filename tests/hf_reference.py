@@ -77,7 +77,7 @@ def shape_of(folder):
 def packed(*documents):
     """Where tokens stand when each sequence is these stretches."""
     positions = torch.cat([torch.arange(length) for length in documents])
-    return Packing(torch.arange(2), positions.expand(2, -1).contiguous(), (tuple(documents),) * 2)
+    return Packing.of(torch.arange(2), positions.expand(2, -1).contiguous(), (tuple(documents),) * 2)
 
 
 def batch(length):

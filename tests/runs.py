@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from outlast import cli
-from outlast.checkpoint import store
+from outlast.checkpoint import shards, store
 
 SHAPE = [
     "--model.hidden-size", "16", "--model.intermediate-size", "24", "--model.num-layers", "2", "--model.num-heads", "2",
@@ -56,7 +56,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
     entries = FileSystemReader(saved.path).read_metadata().state_dict_metadata
     tensors = {name: zero.to(entries[name].properties.dtype) for name, zero in kinds.items()}
-    store.load(saved, tensors)
+    store.Store(folder / "checkpoints", 1).load(saved, shards.whole(tensors))
     return tensors
 
 

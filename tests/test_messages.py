@@ -78,17 +78,60 @@ def test_heads_that_do_not_divide(tmp_path, capsys):
     )
 
 
-def test_a_layout_for_more_ranks_than_there_are(tmp_path, capsys):
+def test_a_layout_for_other_ranks_than_were_started(tmp_path, capsys, monkeypatch):
+    told = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_ADDR": "here", "MASTER_PORT": 1}
+    for name, number in told.items():
+        monkeypatch.setenv(name, str(number))
     path = tmp_path / "wide.toml"
     path.write_text("[parallel]\ntp = 2\n")
     golden(
         capsys,
         ["train", str(path), *runs.arguments(tmp_path, "--model.num-kv-heads", "2")[1:]],
         2,
-        "the layout dp_replicate=1 x dp_shard=1 x tp=2 is for 2 ranks, and this run has 1",
-        "this version trains on one rank: leave the degrees at 1",
+        "the layout dp_replicate=1 x dp_shard=1 x tp=2 is for 2 ranks, and 3 were started",
+        "start 2 (torchrun --nproc-per-node 2), or set degrees whose product is 3",
         f"set in {path} [parallel] tp",
     )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "what", "fix"),
+    [
+        (
+            ["--model.num-heads", "12", "--model.num-kv-heads", "12", "--parallel.tp", "5"],
+            "cannot split 12 attention heads over tp=5",
+            "heads per rank must be whole: tp can be 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            ["--model.num-heads", "6", "--model.num-kv-heads", "3", "--parallel.tp", "2"],
+            "cannot split 3 key/value heads over tp=2",
+            "a key/value head's 2 query heads would be torn apart unevenly: tp can be 1, 3, 6",
+        ),
+        (
+            ["--model.num-heads", "4", "--model.intermediate-size", "26", "--parallel.tp", "4"],
+            "cannot split 26 feed-forward channels over tp=4",
+            "channels per rank must be whole: tp can be 1, 2",
+        ),
+        (
+            ["--data.sequence-length", "31", "--parallel.tp", "2", "--parallel.sp"],
+            "cannot share 31 positions among tp=2 ranks under sequence parallelism",
+            "nearest that divides: 30 or 32; or leave parallel.sp out (--parallel.no-sp)",
+        ),
+        (
+            ["--parallel.sp"],
+            "parallel.sp is on, and parallel.tp is 1: there is nobody to share the positions with",
+            "set parallel.tp to 2 or more, or leave parallel.sp out (--parallel.no-sp)",
+        ),
+        (
+            ["--parallel.sp-regather"],
+            "parallel.sp_regather is on, and parallel.sp is not: there is nothing gathered to gather again",
+            "set parallel.sp too, or leave both out",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit(tmp_path, capsys, knobs, what, fix):
+    origin = "set by --data.sequence-length" if "31" in knobs else f"set by {next(k for k in knobs if 'parallel' in k)}"
+    golden(capsys, runs.arguments(tmp_path, *knobs), 2, what, fix, origin)
 
 
 def test_an_empty_corpus(tmp_path, capsys):
@@ -225,8 +268,11 @@ def test_generate_without_a_prompt(capsys):
 
 
 def test_debug_shows_where_an_error_comes_from(capsys):
-    with pytest.raises(cli.UsageError):
-        cli.main(["trian", "--debug"])
+    assert cli.main(["trian", "--debug"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "in dispatch" in said
+    assert "error: there is no verb 'trian'" in said
 
 
 @pytest.mark.parametrize("verb", ["train", "tokenize", "generate", "export"])

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from outlast.checkpoint import store
+from outlast.checkpoint.shards import whole
 from outlast.checkpoint.store import Store
 from outlast.errors import OutlastError, StorageError
 
 
 def tensors(value):
-    return {
-        "model.a": torch.full((3, 5), float(value)),
-        "optim.a.step": torch.tensor(float(value)),
-        "b": torch.arange(4) + value,
-    }
+    return whole(
+        {
+            "model.a": torch.full((3, 5), float(value)),
+            "optim.a.step": torch.tensor(float(value)),
+            "b": torch.arange(4) + value,
+        }
+    )
 
 
 def test_round_trip_bit_for_bit(tmp_path):
@@ -29,14 +32,14 @@ def test_round_trip_bit_for_bit(tmp_path):
         "x": torch.tensor([0.1, -0.0, float("inf"), float("nan"), 1e-45]),
         "y": torch.randn(2, 3, dtype=torch.float64),
     }
-    saved = kept.save(7, odd, {"position": 42})
+    saved = kept.save(7, whole(odd), {"position": 42})
     assert kept.trim() == []
     assert (saved.step, saved.about) == (7, {"position": 42})
     assert kept.newest() == saved
     assert store.contents(saved) == {name: tensor.shape for name, tensor in odd.items()}
     into = {name: torch.zeros_like(tensor) for name, tensor in odd.items()}
     store.verify(saved)
-    store.load(saved, into)
+    kept.load(saved, whole(into))
     assert all(into[name].numpy().tobytes() == odd[name].numpy().tobytes() for name in odd)
 
 
@@ -53,7 +56,7 @@ def test_newest_is_by_order_of_commit_and_the_last_are_kept(tmp_path):
     again = kept.save(5000, tensors(2), {})
     assert kept.newest().path == again.path
     into = {"b": torch.zeros(4, dtype=torch.int64)}
-    store.load(again, into)
+    kept.load(again, whole(into))
     assert into["b"].tolist() == [2, 3, 4, 5]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00003500", "step-00005000"]
 
@@ -87,11 +90,12 @@ def test_a_changed_manifest_is_found(tmp_path, harm):
 
 
 def test_another_shape_or_name_is_refused(tmp_path):
-    saved = Store(tmp_path, keep=2).save(1, tensors(1), {})
+    kept = Store(tmp_path, keep=2)
+    saved = kept.save(1, tensors(1), {})
     with pytest.raises(OutlastError, match=r"model.a is \(3, 5\), wanted \(5, 3\)"):
-        store.load(saved, {"model.a": torch.zeros(5, 3)})
+        kept.load(saved, whole({"model.a": torch.zeros(5, 3)}))
     with pytest.raises(OutlastError, match="missing"):
-        store.load(saved, {"model.z": torch.zeros(5, 3)})
+        kept.load(saved, whole({"model.z": torch.zeros(5, 3)}))
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
@@ -103,6 +107,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint import filesystem
+from outlast.checkpoint.shards import whole
 from outlast.checkpoint.store import Store
 left = int(sys.argv[1])
 def deadly(function):
@@ -124,7 +129,7 @@ while True:  # forked at each point, so that torch is loaded once
     if child == 0:
         left = point
         kept = Store(Path({str(tmp_path)!r}), keep=1)
-        kept.save(2, {{"b": torch.arange(4) + 2}}, {{}})
+        kept.save(2, whole({{"b": torch.arange(4) + 2}}), {{}})
         kept.trim()
         os._exit(0)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -140,7 +145,7 @@ while True:  # forked at each point, so that torch is loaded once
                 newest = Store(tmp_path, keep=1).newest()
                 store.verify(newest)
                 into = {"b": torch.zeros(4, dtype=torch.int64)}
-                store.load(newest, into)
+                Store(tmp_path, keep=1).load(newest, whole(into))
                 assert into["b"].tolist() == [newest.step + i for i in range(4)]
                 if ended == 0:
                     assert newest.step == 2
@@ -156,14 +161,14 @@ while True:  # forked at each point, so that torch is loaded once
 
 def test_a_full_disk_leaves_the_old_one_and_no_half(tmp_path, small_disk):
     kept = Store(small_disk / "checkpoints", keep=1)
-    kept.save(1, {"x": torch.zeros(1000)}, {})
+    kept.save(1, whole({"x": torch.zeros(1000)}), {})
     with pytest.raises(StorageError, match="cannot write the checkpoint of step 2: No space left") as caught:
-        kept.save(2, {"x": torch.zeros(2_000_000)}, {})
+        kept.save(2, whole({"x": torch.zeros(2_000_000)}), {})
     assert "free some space" in caught.value.fix
     assert caught.value.exit_code == 70
     assert [path.name for path in kept.folder.iterdir()] == ["step-00000001"]
     store.verify(kept.newest())
-    kept.save(3, {"x": torch.zeros(1000)}, {})
+    kept.save(3, whole({"x": torch.zeros(1000)}), {})
     assert [old.step for old in kept.trim()] == [1]
     assert kept.newest().step == 3
 

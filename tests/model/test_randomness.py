@@ -1,5 +1,6 @@
 """Counter-based randomness: the right bits, the right distribution, and no layout in it."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from outlast.model import randomness
 from outlast.model.randomness import dropout_mask, fill_normal, key_of, mixed, normal
+from outlast.places import Place
 
 WORD = 1 << 64
 STEP = 0x9E3779B97F4A7C15
@@ -116,21 +118,28 @@ def test_keys_are_signed_words_and_tell_uses_apart():
     assert all(-(1 << 63) <= key < 1 << 63 for key in keys)
 
 
-@given(
-    st.lists(st.integers(0, 40), min_size=1, max_size=8),
-    st.integers(0, 1 << 40),
-    st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
-    st.integers(1, 50),
-)
-def test_any_split_into_parts_is_the_whole(sizes, first, dtype, at_once):
-    whole = torch.empty(sum(sizes), dtype=dtype)
-    fill_normal(whole, 0.5, 3, "weight", first)
-    parts = [torch.empty(size, dtype=dtype) for size in sizes]
+@st.composite
+def boxes(draw):
+    """A shape, and boxes that tile it: each axis cut at some places, empty stretches included."""
+    shape = tuple(draw(st.lists(st.integers(0, 12), min_size=1, max_size=3)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    stretches = [list(itertools.pairwise(cut)) or [(0, 0)] for cut in cuts]
+    tiles = itertools.product(*stretches)
+    return shape, [Place(shape, tuple(a for a, _ in tile), tuple(b - a for a, b in tile)) for tile in tiles]
+
+
+@given(boxes(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.integers(1, 50))
+def test_any_part_has_the_values_it_has_in_the_whole(tiling, dtype, at_once):
+    shape, places = tiling
+    whole, together = torch.empty(shape, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
+    fill_normal(whole, 0.5, 3, "weight")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(randomness, "_DRAWN_AT_ONCE", at_once)
-        for i, part in enumerate(parts):
-            fill_normal(part, 0.5, 3, "weight", first + sum(sizes[:i]))
-    assert torch.equal(torch.cat(parts), whole)
+        for place in places:
+            part = torch.empty(place.shape, dtype=dtype)
+            fill_normal(part, 0.5, 3, "weight", place)
+            together[place.slices] = part
+    assert torch.equal(together, whole)
 
 
 def test_a_coarser_type_is_the_same_value_rounded():

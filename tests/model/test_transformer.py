@@ -15,6 +15,7 @@ from outlast.model import rotary
 from outlast.model.loss import loss, sum_dtype
 from outlast.model.randomness import fill_normal
 from outlast.model.transformer import Dropout, Norm, Packing, Seams, Transformer, attend
+from outlast.places import Place
 
 SHAPE = Model(vocab_size=37, hidden_size=24, intermediate_size=29, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=10)  # fmt: skip
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def built(compute=torch.float64, **knobs):
 def packing(*sequences, first=0):
     """Sequences cut into documents of these lengths."""
     positions = [torch.cat([torch.arange(length) for length in lengths]) for lengths in sequences]
-    return Packing(torch.arange(first, first + len(sequences)), torch.stack(positions), sequences)
+    return Packing.of(torch.arange(first, first + len(sequences)), torch.stack(positions), sequences)
 
 
 def tokens(batch, length, seed=0):
@@ -162,7 +163,7 @@ def test_attention_is_the_plain_formula():
 
 def test_only_the_distance_of_positions_matters():
     model = built()
-    far = Packing(torch.arange(1), torch.arange(100, 120)[None], ((20,),))
+    far = Packing.of(torch.arange(1), torch.arange(100, 120)[None], ((20,),))
     near = model.hidden(tokens(1, 20), packing((20,)))
     # Angles are float32: 120 radians are known to about 1e-5.
     torch.testing.assert_close(model.hidden(tokens(1, 20), far), near, rtol=1e-4, atol=1e-4)
@@ -173,7 +174,7 @@ def test_only_the_distance_of_positions_matters():
 
 def drop(probability=0.3, seed=0, layer=1, site="mlp", samples=(5, 6), length=32, channels=150, first=0):
     ones = torch.ones(len(samples), length, channels)
-    where = Packing(torch.tensor(samples), torch.zeros(len(samples), length, dtype=torch.int64), ((length,),))
+    where = Packing.of(torch.tensor(samples), torch.zeros(len(samples), length, dtype=torch.int64), ((length,),))
     return Dropout(probability, seed, layer, site)(ones, where, training=True)
 
 
@@ -333,5 +334,6 @@ def test_initial_values_have_their_deviation_and_depend_on_seed_and_name():
 def test_a_part_of_a_parameter_gets_the_values_it_has_in_the_whole():
     whole = Transformer.on(CPU, SHAPE, torch.float32, 3).get_parameter("layers.1.mlp.gate_proj.weight")
     rows = torch.empty(7, SHAPE.hidden_size)
-    fill_normal(rows, SHAPE.init_std, 3, "layers.1.mlp.gate_proj.weight", first=5 * SHAPE.hidden_size)
+    place = Place(tuple(whole.shape), (5, 0), tuple(rows.shape))
+    fill_normal(rows, SHAPE.init_std, 3, "layers.1.mlp.gate_proj.weight", place)
     assert torch.equal(rows, whole[5:12])

@@ -1,16 +1,25 @@
-"""Closed formulas against the model itself."""
+"""Closed formulas by hand on small shapes, and against the model itself, whole and over ranks."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import once
 
-from outlast.config import Model, Optim
+from outlast import layout
+from outlast.config import Model, Parallel, Run
 from outlast.model.transformer import Packing, Transformer
+from outlast.parallel import build, mesh
+from outlast.parallel.inputs import in_rank_order
 from outlast.plan import memory
 from outlast.train.optimizer import Optimizer
+
+CPU = torch.device("cpu")
 
 SHAPES = {
     "llama": Model(vocab_size=257, num_layers=3, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=24),
@@ -28,44 +37,158 @@ def test_parameters(name):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_state(dtype, optimizer):
-    shape = SHAPES["llama"]
-    model = Transformer(shape, getattr(torch, dtype))
-    kept = Optimizer(model, replace(Optim(), name=optimizer))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    gradients = sum(p.grad.nbytes for p in model.parameters())
+    run = Run(model=SHAPES["llama"])
+    run = replace(run, optim=replace(run.optim, name=optimizer), train=replace(run.train, dtype=dtype))
+    grid = mesh.make(run.parallel, CPU)
+    model, parts = build(run, grid)
+    kept = Optimizer(parts, run, grid)
+    for part in parts:
+        part.parameter.grad = torch.zeros_like(part.parameter)
+    gradients = sum(part.parameter.grad.nbytes for part in parts)
     kept.step(0.0)
-    said = memory.state(shape, dtype, optimizer)
+    said = memory.state(run.model, dtype, optimizer)
     assert said.weights == sum(p.nbytes for p in model.parameters())
     assert said.gradients == gradients
     # torch counts steps too, a number a tensor
-    assert said.moments == sum(t.nbytes for name, t in kept.state().items() if not name.endswith(".step"))
+    moments = {name: one.tensor for name, one in kept.state().items() if not name.endswith(".step")}
+    assert said.moments == sum(tensor.nbytes for tensor in moments.values())
+    assert said.gathered == 0
 
 
-def kept_for_backward(model, batch, length, documents):
+def test_state_of_a_rank_by_hand():
+    # tp 2 leaves rank 0: embedding 3 rows of 5; q 3x4; k, v whole, 3x4; o 4x3; gate, up 3x4; down 4x3; norms 3 of 4.
+    # dp_shard 2 leaves it 2 rows of 3, and of 4: embedding 8; q, k, v, gate, up 8 each; o and down 6 each: 60. Norms 12.
+    shape = Model(
+        vocab_size=5, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=3
+    )
+    grid = Parallel(tp=2, dp_shard=2)
+    # Gathered, 3 rows are filled up to 4: embedding 16; q, k, v, gate, up 16 each; o, down 12 each: 120 numbers.
+    assert memory.state(shape, "float32", "adamw", grid) == memory.StateBytes(72 * 4, 72 * 4, 144 * 4, 120 * 4)
+    # Muon keeps one moment less of the 52 numbers in the layer's matrices; in bfloat16 blocks are gathered in it.
+    assert memory.state(shape, "bfloat16", "muon", grid) == memory.StateBytes(72 * 4, 72 * 4, 92 * 4, 16 * 4 + 104 * 2)
+    # The last rank: embedding 2 rows of 5, one of them; one row of 3, two of 4: 4 + 5 x 4 + 2 x 6, and the norms.
+    assert memory.state(shape, "float32", "adamw", grid, rank=3).weights == (4 + 20 + 12 + 12) * 4
+    assert memory.state(shape, "float32", "adamw", grid).total == (72 + 72 + 144 + 120) * 4
+
+
+@given(
+    st.sampled_from((1, 2, 4)), st.integers(1, 3), st.integers(1, 2), st.sampled_from((1, 2, 4)), st.integers(5, 40),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_the_ranks_together_have_all_and_copies(tp, shards, copies, kv_heads, vocabulary, some_biases, tied):
+    shape = Model(
+        vocab_size=vocabulary, hidden_size=6, intermediate_size=12, num_layers=2, num_heads=4, num_kv_heads=kv_heads,
+        head_dim=2, qk_norm=True, qkv_bias=some_biases, out_bias=some_biases, mlp_bias=some_biases, tie_embeddings=tied,
+    )  # fmt: skip
+    grid = Parallel(dp_replicate=copies, dp_shard=shards, tp=tp)
+    ranks = [memory.state(shape, "float32", "adamw", grid, rank) for rank in range(copies * shards * tp)]
+    assert max(ranks, key=lambda state: state.total) == ranks[0]
+    together = 0
+    for name, whole in layout.parameter_shapes(shape).items():
+        norm = "norm" in name
+        held_whole = ("k_proj" in name or "v_proj" in name) and kv_heads < tp
+        leaving = name.endswith(("o_proj.bias", "down_proj.bias"))
+        times = copies * (shards if norm else 1) * (tp if norm or held_whole or leaving else 1)
+        together += times * math.prod(whole)
+    assert sum(state.weights for state in ranks) == 4 * together
+    assert sum(state.moments for state in ranks) == 8 * together
+
+
+def kept_for_backward(model, *fed):
     """Bytes of every storage saved for the backward pass, each once, weights as they are kept apart."""
-    weights, seen = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+    own, saved = {p.untyped_storage()._cdata for p in model.parameters() if type(p) is torch.nn.Parameter}, []
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that no other takes its place
+        saved.append(tensor)  # held, so that no other takes its place
         return tensor
 
-    tokens = torch.randint(0, model.shape.vocab_size, (batch, length))
-    packing = Packing(torch.arange(batch), torch.arange(length).repeat(batch, 1), documents)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(tokens, tokens.roll(-1, 1), packing)
-    return sum(nbytes for nbytes, _ in seen.values())
+        model(*fed)  # of sharded weights the whole is let go, its storage empty
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
+    return sum(nbytes for storage, nbytes in storages.items() if storage not in own)
+
+
+def kept_on_a_rank(run, documents):
+    """What a model, or a rank's part of it, keeps of sequences that are learned whole."""
+    grid = once(mesh.make, run.parallel, CPU)
+    model, _ = build(run, grid)
+    batch, length = len(documents), sum(documents[0])
+    tokens = torch.randint(0, run.model.vocab_size, (batch, length))
+    places = torch.arange(length).repeat(batch, 1)
+    packing = Packing.of(torch.arange(batch), places, documents)
+    if run.parallel.sp:
+        tokens, places = (in_rank_order(x, run.parallel.tp) for x in (tokens, places))
+        stream = torch.arange(length).view(run.parallel.tp, -1)[grid.axes["tp"].rank]
+        packing = Packing(packing.samples_B, places, documents, stream)
+    return kept_for_backward(model, tokens, tokens.roll(-1, 1), packing)
+
+
+LAYOUTS = {
+    "one": Parallel(),
+    "tp": Parallel(tp=2),
+    "sp": Parallel(tp=2, sp=True),
+    "sp, regather": Parallel(tp=2, sp=True, sp_regather=True),
+    "kv heads whole": Parallel(tp=4, sp=True),
+    "sp, shards": Parallel(tp=2, sp=True, dp_shard=2),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_activations(dtype):
-    shape = replace(SHAPES["llama"], vocab_size=300)
-    model = Transformer(shape, getattr(torch, dtype))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_activations(ranks, name, dtype):
+    run = Run(model=replace(SHAPES["llama"], vocab_size=300, qk_norm=dtype == "float32"), parallel=LAYOUTS[name])
+    run = replace(run, train=replace(run.train, dtype=dtype))
     documents = ((100, 28), (28, 50, 50))
-    measured = kept_for_backward(model, 2, 128, documents)
-    assert memory.activations(shape, dtype, 2, 128) == pytest.approx(measured, rel=0.02)
+    n = layout.ranks(run.parallel)
+    measured = ranks.run(n, kept_on_a_rank, run, documents) if n > 1 else [kept_on_a_rank(run, documents)]
+    said = [memory.activations(run.model, dtype, 2, 128, run.parallel, rank) for rank in range(n)]
+    assert said == measured
+
+
+def test_activations_by_hand():
+    # 4 tokens. A block keeps 4 x 4 of D, 3 x 8 of heads, 2 x 8 of keys and values, 3 x 8 of F: 80 numbers a token, 2
+    # scales and 2 log-sum-exps. Around: 2 x 4 of D, a scale, cosines and sines 4, and 9 bytes. The gradient: 6 rows of 4.
+    shape = Model(
+        vocab_size=6, hidden_size=4, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4
+    )
+
+    def kept(**parallel):
+        return memory.activations(shape, "float32", 1, 4, Parallel(**parallel))
+
+    assert kept() == 4 * (4 * (80 + 4) + 4 * (8 + 1 + 4) + 9) + 4 * 24
+    # Heads, keys, values, F halved, and the log-sum-exp: 16 + 64 / 2 = 48 and 2 + 1. Half of the rows.
+    assert kept(tp=2) == 4 * (4 * (48 + 3) + 4 * (8 + 1 + 4) + 9) + 4 * 12
+    # The block's input and the second norm's halved too, not what products take: 4 + 8 + 32 = 44 and 1 + 1; around 4 + 0.5.
+    assert kept(tp=2, sp=True) == 4 * (4 * (44 + 2) + 4 * (4 + 0.5 + 4) + 9) + 4 * 12
+    # That too: 4 + 4 + 32.
+    assert kept(tp=2, sp=True, sp_regather=True) == 4 * (4 * (40 + 2) + 4 * (4 + 0.5 + 4) + 9) + 4 * 12
+
+
+@given(st.sampled_from((2, 4, 8)), st.sampled_from((8, 16)), st.integers(1, 3), st.booleans())
+def test_tensor_parallelism_divides_a_part_and_with_regathered_sequences_all(t, heads, sequences, qk_norm):
+    shape = Model(vocab_size=50, hidden_size=24, intermediate_size=32, num_heads=heads, num_kv_heads=8, head_dim=4, qk_norm=qk_norm)  # fmt: skip
+
+    def block(parallel):
+        deeper, flat = (replace(shape, num_layers=layers) for layers in (2, 1))
+        return sum(
+            sign * memory.activations(one, "float32", sequences, 8 * t, parallel)
+            for sign, one in ((1, deeper), (-1, flat))
+        )
+
+    one, tp, sp, all_of_it = (
+        block(parallel)
+        for parallel in (
+            Parallel(),
+            Parallel(tp=t),
+            Parallel(tp=t, sp=True),
+            Parallel(tp=t, sp=True, sp_regather=True),
+        )
+    )
+    assert all_of_it * t == one
+    tokens, width = sequences * 8 * t, 24 * 4
+    # What tensor parallelism alone does not divide: 4 D and two scales; with sequence parallelism still 2 D, gathered.
+    assert tp - all_of_it == tokens * (4 * width + 2 * 4) * (t - 1) // t
+    assert sp - all_of_it == tokens * 2 * width * (t - 1) // t
 
 
 def test_flops_by_hand():
@@ -86,5 +209,5 @@ def test_llama_3_8b_by_its_published_size():
 
 
 def test_plan_loads_no_torch_and_fast():
-    code = "import sys, outlast.plan.memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, outlast.plan.memory, outlast.plan.traffic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

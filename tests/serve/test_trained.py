@@ -24,7 +24,7 @@ def greedy(trained, prompt, count):
     """The likeliest tokens, each from a fresh pass over all before it."""
     ids = list(prompt)
     for _ in range(count):
-        packing = Packing(torch.zeros(1, dtype=torch.int64), torch.arange(len(ids))[None], ((len(ids),),))
+        packing = Packing.of(torch.zeros(1, dtype=torch.int64), torch.arange(len(ids))[None], ((len(ids),),))
         with torch.no_grad():
             ids.append(int(trained.model.logits(torch.tensor([ids]), packing)[0, -1].argmax()))
     return ids[len(prompt) :]
@@ -73,7 +73,7 @@ def test_exported_and_asked_by_transformers(run, tmp_path):
     text = "alpha beta gamma"
     ids = tokenizer(text)["input_ids"]
     assert ids == [int(i) for i in trained.tokenizer.encode([text])[0]]
-    packing = Packing(torch.zeros(1, dtype=torch.int64), torch.arange(len(ids))[None], ((len(ids),),))
+    packing = Packing.of(torch.zeros(1, dtype=torch.int64), torch.arange(len(ids))[None], ((len(ids),),))
     with torch.no_grad():
         ours, theirs = trained.model.logits(torch.tensor([ids]), packing), model(torch.tensor([ids])).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import runs
 from outlast import cli
 from outlast.errors import StorageError
 from outlast.journal import Journal
-from outlast.train import loop, start
+from outlast.train import command, loop
 
 
 def test_sigterm_before_the_first_step_asks_to_be_started_again(tmp_path, monkeypatch, capsys):
@@ -21,7 +22,7 @@ def test_sigterm_before_the_first_step_asks_to_be_started_again(tmp_path, monkey
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(start, "settle", asked)
+    monkeypatch.setattr(command, "settle", asked)
     assert runs.train(tmp_path) == 75
     assert "left at SIGTERM" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
@@ -147,3 +148,17 @@ def test_a_model_that_could_never_fit(tmp_path, capsys):
     assert runs.train(tmp_path, "--model.vocab-size", "2000000000") == 2
     assert "weights, gradients and moments take 512.0 GB" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_run(tmp_path):
+    """Writing to it then fails with an input/output error, where a pipe would be broken."""
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "outlast", *runs.arguments(tmp_path, "--train.steps", "60")]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        os.close(theirs)
+        said = b""
+        while b"step  5/60" not in said:
+            said += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(timeout=60) == 0
+    assert runs.journal(tmp_path / "run")[-1]["outcome"] == "done"

@@ -9,27 +9,42 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.config import Model, Optim, Schedule
+from outlast.config import Model, Optim, Parallel, Run, Schedule
 from outlast.model.transformer import Transformer
+from outlast.parallel.gradients import Part, parts
+from outlast.parallel.mesh import Mesh
+from outlast.places import Place
 from outlast.train.optimizer import Muon, Optimizer, clip, groups, lr_factor, orthogonal
 
 SHAPE = replace(
     Model(), vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
     qkv_bias=True, qk_norm=True, tie_embeddings=False,
 )  # fmt: skip
+ALONE = Mesh(Parallel(), 0, torch.device("cpu"))
+
+
+def part_of(name, parameter):
+    return Part(name, parameter, Place.all_of(tuple(parameter.shape)), (), (), parameter)
+
+
+def optimizer_of(model, optim):
+    run = Run(model=SHAPE, optim=optim)
+    return Optimizer(parts(model, run, ALONE), run, ALONE)
 
 
 def test_embeddings_norms_and_biases_are_exempt_from_decay():
     model = Transformer(SHAPE)
-    sorted_into = {name: group for group in groups(model, Optim()) for name in group.parameters}
+    sorted_into = {
+        name: group for group in groups(dict(model.named_parameters()), Optim()) for name in group.parameters
+    }
     assert set(sorted_into) == {name for name, _ in model.named_parameters()}
     for name, group in sorted_into.items():
         exempt = "norm" in name or name.endswith("bias") or name.startswith("embed_tokens")
         assert group.weight_decay == (0.0 if exempt else 0.1), name
         assert group.optimizer == "adamw"
-    tied = groups(Transformer(replace(SHAPE, tie_embeddings=True)), Optim())
+    tied = groups(dict(Transformer(replace(SHAPE, tie_embeddings=True)).named_parameters()), Optim())
     assert "output" not in {group.name for group in tied}
-    muon = {g.name: g.optimizer for g in groups(model, replace(Optim(), name="muon"))}
+    muon = {g.name: g.optimizer for g in groups(dict(model.named_parameters()), replace(Optim(), name="muon"))}
     assert muon == {"matrices": "muon", "output": "adamw", "embeddings": "adamw", "norms": "adamw", "biases": "adamw"}
 
 
@@ -40,7 +55,7 @@ def test_adamw_by_hand():
     weight = model.layers[0].weight
     weight.data.fill_(2.0)
     optim = replace(Optim(), lr=0.1)
-    optimizer = Optimizer(model, optim)
+    optimizer = Optimizer([part_of("layers.0.weight", weight)], Run(optim=optim), ALONE)
     x, m, v = 2.0, 0.0, 0.0
     for t, (gradient, lr) in enumerate([(3.0, 0.1), (-1.0, 0.05)], start=1):
         weight.grad = torch.full_like(weight, gradient)
@@ -83,7 +98,7 @@ def test_clip(values, largest):
     for parameter, gradient in zip(parameters, values, strict=True):
         parameter.grad = torch.tensor(gradient, dtype=torch.float64)
     norm = math.sqrt(sum(v * v for v in values))
-    assert clip(parameters, largest).item() == pytest.approx(norm, abs=1e-12)
+    assert clip([part_of("x", parameter) for parameter in parameters], ALONE, largest) == pytest.approx(norm, abs=1e-12)
     scale = min(1.0, largest / (norm + 1e-6))
     assert [p.grad.item() for p in parameters] == pytest.approx([v * scale for v in values], abs=1e-9)
 
@@ -91,7 +106,7 @@ def test_clip(values, largest):
 def test_no_clipping_leaves_gradients_alone():
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3e4, 4e4])
-    assert clip([parameter], 0.0).item() == 5e4
+    assert clip([part_of("x", parameter)], ALONE, 0.0) == 5e4
     assert parameter.grad.tolist() == [3e4, 4e4]
 
 
@@ -126,7 +141,7 @@ def test_state_goes_out_and_comes_back_by_name():
         torch.manual_seed(0)
         model = Transformer(SHAPE)
         model.initialize(0)
-        optimizer = Optimizer(model, replace(Optim(), name="muon"))
+        optimizer = optimizer_of(model, replace(Optim(), name="muon"))
         for step in range(steps):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.1 * (step + 1)) + parameter.detach()
@@ -134,14 +149,15 @@ def test_state_goes_out_and_comes_back_by_name():
         return model, optimizer
 
     model, optimizer = trained(3)
-    state = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    state = {name: shard.tensor.clone() for name, shard in optimizer.state().items()}
     kinds = {name.rsplit(".", 1)[1] for name in state}
     assert kinds == {"momentum", "exp_avg", "exp_avg_sq", "step"}
     fresh_model, fresh = trained(0)
-    room = fresh.make_room({name: tensor.shape for name, tensor in state.items()})
+    fresh.make_room({name: tensor.shape for name, tensor in state.items()})
+    room = fresh.state()
     assert set(room) == set(state)
-    for name, tensor in room.items():
-        tensor.copy_(state[name])
+    for name, shard in room.items():
+        shard.tensor.copy_(state[name])
     fresh_model.load_state_dict(model.state_dict())
     for one, other in ((model, optimizer), (fresh_model, fresh)):
         for parameter in one.parameters():
