@@ -32,7 +32,7 @@ from outlast.model.transformer import Packing, Transformer
 torch.set_num_threads({THREADS})
 model = Transformer.on(torch.device("cpu"), Model(vocab_size=257), torch.float32, 0)
 tokens = torch.randint(0, 257, (4, 512))
-packing = Packing(torch.arange(4), torch.arange(512).repeat(4, 1), ((512,),) * 4)
+packing = Packing.of(torch.arange(4), torch.arange(512).repeat(4, 1), ((512,),) * 4)
 for _ in sys.stdin:
     (model(tokens, tokens.roll(-1, 1), packing) / tokens.numel()).backward()
     print("done", flush=True)

@@ -10,11 +10,12 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -66,22 +67,35 @@ def paired(a: Callable[[], object], b: Callable[[], object], rounds: int) -> Pai
         b: the same.
         rounds: at least 2; the spread means little below 15.
     """
-    first, other, second = [], [], []
-    for _ in range(rounds + 1):
-        first.append(_seconds(a))
-        other.append(_seconds(b))
-        second.append(_seconds(a))
-    del first[0], other[0], second[0]
+    return pair([(_seconds(a), _seconds(b), _seconds(a)) for _ in range(rounds + 1)][1:])
+
+
+def pair(rounds: Sequence[tuple[float, float, float]]) -> Pair:
+    """What rounds of a, b, a come to, timed by whoever could; the untimed one left out. Arguments as of :func:`paired`."""
+    first, other, second = zip(*rounds, strict=True)
     ratios = [(x + z) / (2 * y) for x, y, z in zip(first, other, second, strict=True)]
     low, _, high = statistics.quantiles((z / x for x, z in zip(first, second, strict=True)), n=4, method="inclusive")
     median = statistics.median
-    return Pair(median(first + second), median(other), median(ratios), (low, high), rounds)
+    return Pair(median(first + second), median(other), median(ratios), (low, high), len(rounds))
 
 
 def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+@contextmanager
+def worker_groups() -> Iterator[Any]:
+    """Groups of ranks by their size, as the tests have them (tests/ranks.py): `groups.run(2, function, *args)`.
+
+    The function must be of a module's top level. Each rank has one thread.
+    """
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from ranks import Ranks
+
+    with Ranks() as groups:
+        yield groups
 
 
 def show(title: str, rows: Sequence[Mapping[str, object]]) -> None:
@@ -92,17 +106,21 @@ def show(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     for row in rows:
         cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values())
         table.add_row(*map(Text, cells))  # as Text, since rich reads [words in brackets] in a string as markup
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
 
 
-def save(name: str, goals: Sequence[str], rows: Sequence[Mapping[str, object]], *, threads: int = 1) -> Path:
+def save(
+    name: str, goals: Sequence[str], rows: Sequence[Mapping[str, object]], *, threads: int = 1, ranks: int = 1
+) -> Path:
     """Write benchmarks/results/<name>.json: what was run, where, when, the goals as sentences, and the rows.
 
     Args:
         name: the benchmark's.
         goals: what was to be reached.
         rows: one measurement each, the units in the keys.
-        threads: how many the measured work used.
+        threads: how many the measured work used; of each rank, where it had several.
+        ranks: processes that worked together, the most of any row.
     """
     record = {
         "command": " ".join(["python", *sys.orig_argv[1:]]),
@@ -110,6 +128,7 @@ def save(name: str, goals: Sequence[str], rows: Sequence[Mapping[str, object]], 
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "threads": threads,
+        "ranks": ranks,
         "goals": list(goals),
         "rows": [dict(row) for row in rows],
     }

@@ -1,26 +1,34 @@
-"""A training step of ours against transformers' LlamaForCausalLM: same weights, batch, threads and optimizer.
+"""A training step of ours against transformers' in one process, and against torch's own parallelism over ranks.
 
-Goal: median ratio ours / theirs at most 1.0, or inside the spread of ours against itself.
+Goals: median ratio ours / theirs at most 1.0, or inside the spread of ours against itself.
 
 A step is forward, loss, backward, clipping and a fused AdamW update, in float32 on the CPU, one document a sequence.
-Beside it the limit: the step's matrix products alone, same shapes and threads, forward and both backward ones.
 
-    python -m benchmarks.step_time [--check] [--rounds N]
+In one process: against LlamaForCausalLM, same weights, batch, threads and optimizer. Beside it the limit: the step's
+matrix products alone, same shapes and threads, forward and both backward ones.
+
+Over 2 and 4 ranks, a thread each (benchmarks/rank_steps.py): tensor and sequence parallelism against a Llama under
+`parallelize_module`, sharded data parallelism against the same model under plain `fully_shard`. Both run in the same
+ranks, in turn, each step begun together; a step takes as long as on its slowest rank. Losses must agree to 1e-4.
+
+    python -m benchmarks.step_time [--check] [--rounds N] [--only one|ranks]
 """
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import measure
-from outlast.config import Model, Optim
+from benchmarks import measure, rank_steps
+from outlast.config import Model, Run
 from outlast.model.transformer import Packing, Transformer
+from outlast.parallel import gradients, mesh
 from outlast.plan import memory
 from outlast.train.optimizer import Optimizer, clip
 
@@ -50,14 +58,18 @@ CASES = {
 def ours(model: Transformer, tokens: Tensor, targets: Tensor) -> Callable[[], float]:
     """Our step on a batch. Calling it returns the mean loss."""
     model.train()
-    optimizer = Optimizer(model, Optim())
+    run = Run(model=model.shape)
+    alone = mesh.make(run.parallel, torch.device("cpu"))
+    parts = gradients.parts(model, run, alone)
+    optimizer = Optimizer(parts, run, alone)
     batch, length = tokens.shape
-    packing = Packing(torch.arange(batch), torch.arange(length).repeat(batch, 1), ((length,),) * batch)
+    packing = Packing.of(torch.arange(batch), torch.arange(length).repeat(batch, 1), ((length,),) * batch)
 
     def step() -> float:
         loss = model(tokens, targets, packing) / tokens.numel()
         loss.backward()
-        clip(model.parameters(), 1.0)
+        gradients.complete(parts, alone)
+        clip(parts, alone, 1.0)
         optimizer.step(LR)
         return loss.item()
 
@@ -120,14 +132,9 @@ def products(shape: Model, batch: int, length: int) -> Callable[[], None]:
     return run
 
 
-def main() -> None:
-    """Measure, print, save; with --check fail where the goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
+def one_process(rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure every case of one process. Yields a row of each."""
     torch.set_num_threads(THREADS)
-    rows, missed = [], []
     for name, (shape, batch, length) in CASES.items():
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, shape.vocab_size, (batch, length + 1), generator=generator)
@@ -137,25 +144,48 @@ def main() -> None:
         mine = ours(model, *batch_of)
         losses = [(mine(), peer()) for _ in range(2)]
         if any(abs(a - b) > 1e-4 for a, b in losses):
-            sys.exit(f"the two do not compute the same: {losses}")
-        pair = measure.paired(mine, peer, options.rounds)
-        limit = measure.paired(products(shape, batch, length), products(shape, batch, length), options.rounds).a_seconds
+            sys.exit(f"the two do not compute the same: {name}: {losses}")
+        pair = measure.paired(mine, peer, rounds)
+        limit = measure.paired(products(shape, batch, length), products(shape, batch, length), rounds).a_seconds
         flops = batch * length * memory.flops_per_token(shape, length)
-        rows.append(
-            {
-                "step": name,
-                "ours s": pair.a_seconds,
-                "transformers s": pair.b_seconds,
-                "ratio": pair.ratio,
-                "A/A spread": f"{pair.spread[0]:.3f}-{pair.spread[1]:.3f}",
-                "products alone s": limit,
-                "products / ours": limit / pair.a_seconds,
-                "GFLOP/s": flops / pair.a_seconds / 1e9,
-            }
-        )
-        if not pair.meets(1.0):
-            missed.append(f"{name}: {pair.ratio:.3f}")
-    measure.save("step_time", [GOAL], rows, threads=THREADS)
+        yield {
+            "step": name,
+            "ours s": pair.a_seconds,
+            "transformers s": pair.b_seconds,
+            "ratio": pair.ratio,
+            "A/A spread": f"{pair.spread[0]:.3f}-{pair.spread[1]:.3f}",
+            "products alone s": limit,
+            "products / ours": limit / pair.a_seconds,
+            "GFLOP/s": flops / pair.a_seconds / 1e9,
+            "met": pair.meets(1.0),
+        }
+
+
+def told(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows, each told as it comes: all of them take minutes."""
+    for row in rows:
+        print(f"{row['step']}: {row['ratio']:.3f}", flush=True)
+        yield row
+
+
+def main() -> None:
+    """Measure, print, save; with --check fail where a goal is missed, the figures on the last line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=("one", "ranks"), default="")
+    options = parser.parse_args()
+    rows = []
+    if options.only != "ranks":
+        rows += (alone := list(told(one_process(options.rounds))))
+        measure.show("a step in one process", alone)
+        measure.save("step_time", [GOAL], alone, threads=THREADS)
+    if options.only != "one":
+        with measure.worker_groups() as groups:
+            rows += (over := list(told(rank_steps.rows(groups, options.rounds))))
+        measure.show("a step over ranks, a thread each", over)
+        measure.save("step_time_ranks", rank_steps.GOALS, over, ranks=4)
+    missed = [f"{row['step']}: {row['ratio']:.3f}" for row in rows if not row["met"]]
     ratios = ", ".join(f"{row['ratio']:.3f}" for row in rows)
     print("missed: " + "; ".join(missed) if missed else f"met: ratios {ratios}")
     sys.exit(bool(options.check and missed))
