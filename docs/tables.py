@@ -65,7 +65,9 @@ def results(name: str) -> None:
     found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     rows = found["rows"]
     columns = list(rows[0])
-    cog.outl(f"`{found['command']}`, {found['date']}: {_machine(found['machine'])}\n")
+    shared = found.get("ranks", 1) > 1
+    ranks = f", up to {found['ranks']} ranks, a thread each" if shared and found["threads"] == 1 else ""
+    cog.outl(f"`{found['command']}`, {found['date']}: {_machine(found['machine'])}{ranks}\n")
     cog.outl("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
         cog.outl("| " + " | ".join(_number(row[column]) for column in columns) + " |")
