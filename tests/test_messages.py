@@ -288,3 +288,18 @@ def test_help_is_for_a_person(verb):
 def test_help_and_errors_come_fast_since_torch_is_not_loaded():
     code = "import sys; from outlast import cli; cli.main(['--help']); cli.main(['train', '--nope']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_what_ranks_would_refuse_is_refused_before_any_is_started(tmp_path, capsys):
+    code, said = message(capsys, runs.arguments(tmp_path, "--parallel.dp-shard", "2147483648"))
+    assert code == 2
+    assert "2,147,483,648 ranks on this machine take 644,245,094 GB before anything is in them" in said
+    assert "set by --parallel.dp-shard" in said
+    assert not (tmp_path / "run").exists()
+    assert runs.train(tmp_path, "--train.stop-at", "1") == 0
+    code, said = message(capsys, runs.arguments(tmp_path, "--parallel.dp-shard", "2", "--optim.lr", "1"))
+    assert code == 2
+    assert "was begun with optim.lr = 0.01, and this command has 1.0" in said
+    assert "rank 0" not in said
+    assert "rank 1" not in said
+    assert not (tmp_path / "run" / "logs").exists()
