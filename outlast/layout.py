@@ -3,6 +3,7 @@
 The grid is numbered so that the axis that talks most varies fastest: neighbours in `tp` are neighbouring ranks.
 """
 
+import functools
 import math
 from typing import Final
 
@@ -12,9 +13,6 @@ from outlast.places import Place
 
 AXES: Final = ("dp_replicate", "dp_shard", "tp")
 """Axes of the rank grid, slowest first."""
-
-DATA_AXES: Final = ("dp_replicate", "dp_shard")
-"""Those whose ranks are fed different samples."""
 
 _ROWS: Final = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COLUMNS: Final = ("o_proj", "down_proj")
@@ -147,6 +145,7 @@ def sent(op: str, size: int, ranks: int) -> int:
     return size * (ranks - 1) // ranks * (2 if op == "all_reduce" else 1)
 
 
+@functools.cache  # asked for every parameter, and by Muon in every step
 def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, in the model's order; a tied output projection is the embedding."""
     d, f, k = model.hidden_size, model.intermediate_size, model.head_dim

@@ -1,6 +1,6 @@
 """Every collective we call, counted by axis and operation: calls, bytes this rank sends, seconds it waits.
 
-gloo's own reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather copies more than it need. Over gloo
+gloo's own reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather copies more than it needs. Over gloo
 both are made here of sends straight from and into the slices, and the sum is taken in rank order.
 """
 
