@@ -30,9 +30,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from benchmarks import measure
-from outlast.config import Data, usable_cores
+from outlast.config import Data
 from outlast.data.sources import STRETCH, Damaged, SourceFile, documents, listing
 from outlast.data.tokens import Corpus, Tokenizer, open_tokenizer, prepare
+from outlast.environment import usable_cores
 
 GOALS: Final = ("ratio of ours to theirs at most 1.0, or within the spread between two runs of ours",)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import hosts, measure
-from outlast import cli, config
+from outlast import cli, config, environment
 from outlast.plan import traffic
 from outlast.train import loop, start
 from outlast.train.watchers import Watcher
@@ -89,7 +89,7 @@ class Look(Watcher):
 
 def rank(runs: Sequence[Sequence[str]]) -> None:
     """Train one run after the other as the rank that the environment says, and print what was seen of each."""
-    seen, launched = [], config.launched()
+    seen, launched = [], environment.launched()
     for number, words in enumerate(runs):
         os.environ["MASTER_PORT"] = str(29500 + number)  # the one before may not be free yet
         command, _ = cli.read_run(cli.TrainCommand, list(words), "train")
@@ -136,7 +136,7 @@ def measured(
         runs = [words_of(one, knobs, steps, Path(folder), f"run{i}") for i, one in enumerate(layouts)]
         try:
             for number in range(ranks):
-                told = config.Launched(number, ranks, 0, 1).environment()
+                told = environment.Launched(number, ranks, 0, 1).environment()
                 told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "OMP_WAIT_POLICY": "PASSIVE"}
                 command = [hosts.SCRIPT, "run", name, str(number), sys.executable, "-m", "benchmarks.wire", "--as-rank"]
                 told = {**os.environ, **told}

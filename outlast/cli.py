@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import outlast
-from outlast import config, errors, settings
+from outlast import config, environment, errors, settings
 from outlast.config import Run
 from outlast.errors import OutlastError, UsageError
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Its exit code.
     """
-    config.prepare_environment()
+    environment.prepare()
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return errors.INTERRUPTED
     except _LeftError as left:  # outside the loop, which finishes its step and says more
-        if not ((launched := config.launched()) and launched.journal):  # else its supervisor tells
+        if not ((launched := environment.launched()) and launched.journal):  # else its supervisor tells
             print("left at SIGTERM before or after the steps; the same command goes on", file=sys.stderr)
         return left.exit_code
     except BrokenPipeError:  # the reader of our output has left
@@ -203,7 +203,7 @@ def progress(console: Any) -> Iterator[Callable[[int, int], None]]:
 
 def train(args: Sequence[str]) -> int:
     """The verb `train`: alone, as one of several ranks, or as the supervisor that starts them."""
-    launched = config.launched()
+    launched = environment.launched()
     try:
         command, origin = read_run(TrainCommand, args, "train")
         from outlast.train import command as training
@@ -227,7 +227,7 @@ class _ToldError(OutlastError):
         self.exit_code = exit_code
 
 
-def failed_rank(launched: config.Launched, error: Exception) -> Exception:
+def failed_rank(launched: environment.Launched, error: Exception) -> Exception:
     """Tell the supervisor, where there is one, why this rank fails. Returns what is left to be told here."""
     from outlast import journal
     from outlast.comm.collectives import is_peer_loss

@@ -22,7 +22,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from outlast.config import Launched
+from outlast.environment import Launched
 from outlast.errors import RESTART, OutlastError, PeerError, ResumeError, StorageError
 from outlast.records import append_line, open_lines, storage_errors, write_json
 

@@ -5,9 +5,9 @@ import subprocess
 
 from jaxtyping import install_import_hook
 
-from outlast import config
+from outlast import environment
 
-config.prepare_environment()  # before torch is loaded
+environment.prepare()  # before torch is loaded
 install_import_hook("outlast.model", "beartype.beartype")
 
 import pytest  # noqa: E402

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from outlast import cli, config
-from outlast.config import Launched
+from outlast.environment import Launched
 from outlast.parallel import gradients
 from outlast.train import loop, start
 from outlast.train.watchers import Record, Watcher

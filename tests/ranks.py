@@ -101,7 +101,7 @@ class Ranks:
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         link, theirs = socket.socketpair()
         tests = Path(__file__).parent
-        ready = "from outlast import config; config.prepare_environment()"  # before torch is loaded
+        ready = "from outlast import environment; environment.prepare()"  # before torch is loaded
         if self._checked:
             ready = f"import runpy; runpy.run_path({str(tests / 'conftest.py')!r})"
         serve = f"from rank_process import template; template({theirs.fileno()}, {self._filters!r})"

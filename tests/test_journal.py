@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from outlast import config, journal
-from outlast.config import Launched
+from outlast import environment, journal
+from outlast.environment import Launched
 from outlast.errors import PeerError, ResumeError, StorageError, UsageError
 from outlast.faults import supervisor
 from outlast.journal import Journal, Sender
@@ -201,13 +201,13 @@ def test_a_line_that_cannot_be_written_is_told_and_the_next_is_tried(port, monke
 def test_what_a_launcher_tells(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OUTLAST_JOURNAL", "OUTLAST_JOURNAL_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert config.launched() is None
+    assert environment.launched() is None
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     for told in (Launched(1, 4, 0, 2), Launched(3, 4, 1, 2, ("127.0.0.1", 5000), b"\0key")):
         for name, text in told.environment().items():
             monkeypatch.setenv(name, text)
-        assert config.launched() == told
+        assert environment.launched() == told
         assert "key" not in repr(told)
 
 
@@ -232,6 +232,6 @@ def test_what_no_launcher_tells(monkeypatch, changed, message):
     for name, text in (Launched(1, 2, 1, 2).environment() | MET | changed).items():
         monkeypatch.delenv(name, raising=False) if text is None else monkeypatch.setenv(name, text)
     with pytest.raises(UsageError) as caught:
-        config.launched()
+        environment.launched()
     assert caught.value.what == message
     assert caught.value.fix

@@ -18,9 +18,10 @@ import tokenizers
 from jaxtyping import UInt
 
 from outlast import records
-from outlast.config import Data, cache_folder
+from outlast.config import Data
 from outlast.data import sources
 from outlast.data.sources import Document, SourceFile
+from outlast.environment import cache_folder
 from outlast.errors import DataError
 
 TRAINING_TEXT: Final = 64 << 20

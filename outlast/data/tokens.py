@@ -27,10 +27,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from outlast import records
-from outlast.config import Data, cache_folder, usable_cores
+from outlast.config import Data
 from outlast.data.sources import Damaged, Document, SourceFile, documents, identity, listing
 from outlast.data.streams import StreamWriter, TokenStream
 from outlast.data.tokenizer import Tokenizer, open_tokenizer
+from outlast.environment import cache_folder, usable_cores
 from outlast.errors import DataError, OutlastError, StorageError
 
 __all__ = ["Corpus", "Group", "TokenStream", "Tokenizer", "open_tokenizer", "prepare"]

@@ -29,7 +29,8 @@ from typing import Any, Final, cast
 
 from torch.distributed import TCPStore
 
-from outlast.config import Launched, environment
+from outlast import environment
+from outlast.environment import Launched
 from outlast.errors import DONE, INTERRUPTED, RESTART, StorageError
 from outlast.journal import Journal, Report, end
 from outlast.records import storage_errors
@@ -186,7 +187,7 @@ def started(command: Sequence[str], port: JournalPort, store: TCPStore, logs: li
         for rank, log in enumerate(logs):
             launched = Launched(rank, count, rank, count, port.address, port.key)
             with log.open("ab") if rank else contextlib.nullcontext() as out:
-                env = environment() | launched.environment() | met
+                env = environment.copy() | launched.environment() | met
                 processes.append(Popen(command, env=env, stdout=out, stderr=out, start_new_session=True))
         yield processes
     finally:

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from outlast import errors, journal, layout, records
 from outlast.checkpoint.store import Store
-from outlast.config import Launched, Run
+from outlast.config import Run
+from outlast.environment import Launched
 from outlast.errors import OutlastError
 from outlast.faults.supervisor import supervise
 from outlast.train import console as say

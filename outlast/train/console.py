@@ -16,7 +16,8 @@ from rich.text import Text
 import outlast
 from outlast import config, journal, layout, records, settings
 from outlast.checkpoint.store import Saved
-from outlast.config import Launched, Run
+from outlast.config import Run
+from outlast.environment import Launched
 from outlast.model import hf
 from outlast.plan import memory, traffic
 from outlast.train.identity import identity_hash

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 import outlast
-from outlast import config, layout, records, settings
+from outlast import config, environment, layout, records, settings
 from outlast.checkpoint import store
 from outlast.checkpoint.shards import Shard
 from outlast.config import Run
@@ -140,7 +140,7 @@ def tensors(parts: Sequence[Part], optimizer: Optimizer) -> dict[str, Shard]:
 
 
 def settle(
-    run: Run, progress: Callable[[int, int], None] | None = None, launched: config.Launched | None = None
+    run: Run, progress: Callable[[int, int], None] | None = None, launched: environment.Launched | None = None
 ) -> Settled:
     """Decide what the settings leave open, and tokenise the corpus where that is still to be done.
 
@@ -172,7 +172,7 @@ def settle(
     return Settled(config.replaced(run, decided), tokenizer, corpus, device, weights)
 
 
-def _device(run: Run, launched: config.Launched | None) -> torch.device:
+def _device(run: Run, launched: environment.Launched | None) -> torch.device:
     if run.train.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "train.device is cuda, and torch finds no CUDA device", fix="set it to auto or cpu", key="train.device"
@@ -195,7 +195,7 @@ def _device(run: Run, launched: config.Launched | None) -> torch.device:
 
 def threads(run: Run, local_ranks: int) -> int:
     """Threads of each rank: the cores are shared out."""
-    return run.train.threads or max(1, config.usable_cores() // local_ranks)
+    return run.train.threads or max(1, environment.usable_cores() // local_ranks)
 
 
 def _dtype(run: Run, device: torch.device) -> str:
@@ -225,7 +225,7 @@ def _check_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
         )
 
 
-def open_run(settled: Settled, launched: config.Launched | None = None) -> Training:
+def open_run(settled: Settled, launched: environment.Launched | None = None) -> Training:
     """Take the run's folder, and go on from its newest checkpoint where it has one.
 
     Raises:
@@ -283,7 +283,7 @@ _OF_A_PROCESS: Final = 300_000_000
 """Bytes of a rank that has only loaded torch and us: what metrics.jsonl shows of the smallest run, rounded down."""
 
 
-def _journal(mesh: Mesh, folder: Path, launched: config.Launched | None) -> Journal | Sender | None:
+def _journal(mesh: Mesh, folder: Path, launched: environment.Launched | None) -> Journal | Sender | None:
     if not mesh.leads:
         return None
     return Sender(launched) if launched and launched.journal else Journal(folder / "journal.jsonl")
@@ -374,7 +374,7 @@ def _write_records(settled: Settled, folder: Path) -> None:
             "host": platform.node(),
             "device": device_name(settled.device),
             "threads": torch.get_num_threads(),
-            "cores": config.usable_cores(),
+            "cores": environment.usable_cores(),
             "memory_bytes": psutil.virtual_memory().total,
             "process": os.getpid(),
         },

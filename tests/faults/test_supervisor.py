@@ -22,9 +22,9 @@ from outlast.journal import Journal
 RANK = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from outlast import config, errors, journal
+from outlast import environment, errors, journal
 
-launched, here = config.launched(), Path(sys.argv[1])
+launched, here = environment.launched(), Path(sys.argv[1])
 me = launched.rank
 (here / f"{me}.new").write_text(str(os.getpid()))
 (here / f"{me}.new").rename(here / f"{me}.pid")
