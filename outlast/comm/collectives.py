@@ -101,7 +101,8 @@ class Axis:
 
     def __init__(self, name: str, group: dist.ProcessGroup, counts: Counts) -> None:
         self.name, self.group, self.counts = name, group, counts
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranks, self.rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+        self.size = len(self.ranks)
         self._gathers_itself = dist.get_backend(group) != "gloo"
 
     def _counted(self, op: str, whole: Tensor, size: int | None = None) -> contextlib.AbstractContextManager[None]:
