@@ -300,7 +300,8 @@ def _start(
         "corpus": settled.corpus.fingerprint,
         "checkpoint": saved.path.name if saved else None,
         "changed": changed,
-        "layout": layout.degrees(run.parallel) | {"sp": run.parallel.sp},
+        "layout": layout.degrees(run.parallel)
+        | {"sp": run.parallel.sp, "shard_sequence_ranks": run.parallel.shard_sequence_ranks},
         "batch": settings.batch_sequences(run),
         "dtype": run.train.dtype,
         "device": device_name(settled.device),
