@@ -124,17 +124,22 @@ def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Tra
     does, and an all-gather comes before each product and before each gradient that one needs whole. As an all-reduce is
     the one and the other, a block sends the same both ways: 8 N (t - 1) / t in a pass.
 
+    A block that is recomputed in full does again in the backward pass what it did forward, up to the last product: what
+    this leaves is summed again only under dropout, whose mask lies behind it and is needed.
+
     Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4.2.2.
     """
     wide, exact = memory.widths(run.train.dtype)
     layers, whole = run.model.num_layers, count * run.data.sequence_length * run.model.hidden_size * wide
     entering, leaving = 2 * layers + 1, 1 + 2 * layers  # the blocks', and the loss; the embedding, and the blocks'
+    anew = settings.recomputed(run) if backward and run.train.recompute == "full" else 0
+    leaving_anew = anew * (2 if run.model.dropout else 1)
     if run.parallel.sp:
         again = 2 * layers if run.parallel.sp_regather else 0
-        yield _Transfer("tp", "all_gather", whole, entering + (leaving + again if backward else 0))
-        yield _Transfer("tp", "reduce_scatter", whole, leaving + (entering if backward else 0))
+        yield _Transfer("tp", "all_gather", whole, entering + 2 * anew + (leaving + again if backward else 0))
+        yield _Transfer("tp", "reduce_scatter", whole, leaving + leaving_anew + (entering if backward else 0))
     else:
-        yield _Transfer("tp", "all_reduce", whole, leaving + (entering if backward else 0))
+        yield _Transfer("tp", "all_reduce", whole, leaving + leaving_anew + (entering if backward else 0))
     # The log-sum-exp of each rank's logits, and the target's where it has it; so many tokens at a time as fit the rank
     # with the largest part of the vocabulary.
     rows = max(FEWEST_ROWS, LOGITS_AT_ONCE // len(layout.share(0, run.model.vocab_size, run.parallel.tp, 0)))
@@ -145,8 +150,8 @@ def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Tra
 def _shards(run: Run, rank: int, forward: int, backward: int) -> Iterator[_Transfer]:
     """So many passes over `dp_shard`: blocks are gathered in the compute type, all else moves in float32 or 64.
 
-    A block is gathered in each direction. Embedding and output are gathered once and stay so until a backward pass or
-    the evaluation ends.
+    A block is gathered in each direction, and no more where it is recomputed: it is there for its backward pass by then.
+    Embedding and output are gathered once and stay so until a backward pass or the evaluation ends.
     """
     wide, exact = memory.widths(run.train.dtype)
     block, rest = memory.gathered_numbers(run.model, run.parallel, rank)
