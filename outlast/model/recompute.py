@@ -6,13 +6,12 @@ that the backward pass needs is there: what a block only adds or sends after tha
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outlast.model.transformer import Block, Packing, Seams, Transformer
+from outlast.model.transformer import Packing, Seams, Transformer
 
 
 def apply(model: Transformer, kind: str, blocks: int) -> None:
@@ -33,7 +32,7 @@ def apply(model: Transformer, kind: str, blocks: int) -> None:
         model.fill(attend=_attention(model.seams.attend, blocks))
     if kind == "full":
         for block in model.layers[:blocks]:
-            block.forward = _full(block)
+            block.forward = _full(block.forward)
 
 
 @torch.compiler.disable  # what is compiled inside stays so, in the forward pass and again
@@ -50,9 +49,7 @@ def _attention(attend: Callable[..., Tensor], blocks: int) -> Callable[..., Tens
     return attended
 
 
-def _full(block: Block) -> Callable[..., Tensor]:
-    forward: Any = block.forward
-
+def _full(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forwarded(x_BSD: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, seams: Seams) -> Tensor:
         return _again(lambda x, cos, sin: forward(x, (cos, sin), packing, seams), x_BSD, *angles)
 
