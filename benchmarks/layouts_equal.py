@@ -24,6 +24,10 @@ GOAL: Final = 1e-9
 GOALS: Final = ("largest relative difference of anything at most 1e-9",)
 OPTIMIZERS: Final = {"AdamW": "", "SGD": "sgd", "Muon": ""}
 EIGHT: Final = {"train__batch": 8}
+AGAIN: Final = (
+    *("one process", "tp 2 + sp", "tp 2 + sp, regather x dp_shard 2", "dp_shard 2", "dp_replicate 2"),
+    *("ring 2", "ulysses 2", "ring 2 x ulysses 2, sharing weights"),
+)
 VARIANTS: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "8 sequences": ((), EIGHT),
     "one key/value head": (
@@ -41,8 +45,12 @@ VARIANTS: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
         ("tp 2 + sp", "dp_shard 3", "tp 2 x dp_shard 2", "ring 2 x ulysses 2, sharing weights"),
         {"optim__name": "muon"},
     ),
+    "attention again": (AGAIN, {"train__recompute": "attention"}),
+    "blocks again": (AGAIN, {"train__recompute": "full"}),
+    "1 block of 2 again": (AGAIN, {"train__recompute": "full", "train__recompute_layers": 1}),
 }
-"""What is trained: under which layouts of tests/layouts.py (none: all), and the knobs that differ from there."""
+"""What is trained: under which layouts of tests/layouts.py (none: all), and the knobs that differ from there. One process,
+the reference, recomputes nothing."""
 
 
 def compared(groups: Any, folder: Path, only: str) -> Iterator[dict[str, Any]]:
@@ -57,14 +65,16 @@ def compared(groups: Any, folder: Path, only: str) -> Iterator[dict[str, Any]]:
             groups.run(layouts.ranks_of(layout), layouts.on_rank, words, OPTIMIZERS[optimizer], limit=300)
         )
 
+    spread = layouts.LAYOUTS | {"one process": {}}
     for variant, (names, knobs) in VARIANTS.items():
         chosen = [name for name in names or layouts.LAYOUTS if only in f"{variant}: {name}"]
         optimizers = ["Muon"] if variant == "Muon" else ["AdamW", "SGD"]
-        alone = {which: train({}, knobs, which) for which in optimizers if chosen}
+        plain = {knob: value for knob, value in knobs.items() if not knob.startswith("train__recompute")}
+        alone = {which: train({}, plain, which) for which in optimizers if chosen}
         for name in chosen:
-            found = [layouts.furthest(train(layouts.LAYOUTS[name], knobs, which), alone[which]) for which in optimizers]
+            found = [layouts.furthest(train(spread[name], knobs, which), alone[which]) for which in optimizers]
             worse = {what: max(one[what] for one in found) for what in found[0]}
-            yield row(name, variant, ", ".join(optimizers), layouts.ranks_of(layouts.LAYOUTS[name]), worse)
+            yield row(name, variant, ", ".join(optimizers), layouts.ranks_of(spread[name]), worse)
 
 
 def row(layout: str, variant: str, optimizers: str, ranks: int, found: dict[str, float]) -> dict[str, Any]:

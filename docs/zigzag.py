@@ -1,6 +1,6 @@
 """docs/zigzag.svg: who does which of the work of causal attention, drawn from outlast/parallel/zigzag.py.
 
-    python docs/zigzag.py
+python docs/zigzag.py
 """
 
 from pathlib import Path

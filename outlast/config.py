@@ -180,6 +180,10 @@ class Train:
     """Refuse kernels whose sums come in another order each time. CPU runs are bitwise repeatable without it."""
     allow_change: bool = free(False)
     """Go on with a run although an [optim], [schedule], [train] or [eval] knob is not as it was. Written to the journal."""
+    recompute: Literal["none", "attention", "full"] = free("none")
+    """What the backward pass works out again rather than keep: what attention keeps but its queries, keys and values, or all of a block but its input."""
+    recompute_layers: int = free(0, ">= 0")
+    """How many blocks, the first ones, do so. 0: all."""
 
 
 @dataclass(frozen=True)

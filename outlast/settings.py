@@ -122,6 +122,11 @@ def batch_sequences(run: Run) -> int:
     return batch // length
 
 
+def recomputed(run: Run) -> int:
+    """How many blocks, the first ones, work something out again in the backward pass."""
+    return 0 if run.train.recompute == "none" else run.train.recompute_layers or run.model.num_layers
+
+
 def check(run: Run) -> None:
     """Refuse values that no run could use.
 
@@ -157,6 +162,7 @@ def check(run: Run) -> None:
         )
     _check_rotary(run)
     _check_steps(run)
+    _check_recompute(run)
     batch_sequences(run)
 
 
@@ -207,4 +213,20 @@ def _check_steps(run: Run) -> None:
             f"a warmup of {run.schedule.warmup} and a decay of {decay} steps do not fit into {run.train.steps}",
             fix="shorten schedule.warmup or schedule.decay",
             key="schedule.decay",
+        )
+
+
+def _check_recompute(run: Run) -> None:
+    blocks, there = run.train.recompute_layers, run.model.num_layers
+    if blocks and run.train.recompute == "none":
+        raise UsageError(
+            f"train.recompute_layers is {blocks}, and train.recompute is none: nothing is recomputed in any block",
+            fix="set train.recompute to attention or full, or leave train.recompute_layers out",
+            key="train.recompute_layers",
+        )
+    if blocks > there:
+        raise UsageError(
+            f"cannot recompute {blocks} blocks: the model has {there}",
+            fix=f"set it to {there} or less, or to 0, which takes all of them",
+            key="train.recompute_layers",
         )

@@ -40,6 +40,7 @@ LAYOUTS = {
     "tp 4 + sp": {"tp": 4, "sp": True},
     "tp 2 x dp_shard 2": {"tp": 2, "dp_shard": 2},
     "tp 2 + sp x dp_shard 2": {"tp": 2, "sp": True, "dp_shard": 2},
+    "tp 2 + sp, regather x dp_shard 2": {"tp": 2, "sp": True, "sp_regather": True, "dp_shard": 2},
     "tp 2 + sp, regather x dp_shard 3": {"tp": 2, "sp": True, "sp_regather": True, "dp_shard": 3},
     "tp 2 + sp x dp_replicate 2": {"tp": 2, "sp": True, "dp_replicate": 2},
     "ulysses 2": {"ulysses": 2},

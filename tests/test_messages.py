@@ -78,6 +78,25 @@ def test_heads_that_do_not_divide(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("knobs", "what", "fix"),
+    [
+        (
+            ["--train.recompute", "full", "--train.recompute-layers", "3"],
+            "cannot recompute 3 blocks: the model has 2",
+            "set it to 2 or less, or to 0, which takes all of them",
+        ),
+        (
+            ["--train.recompute-layers", "1"],
+            "train.recompute_layers is 1, and train.recompute is none: nothing is recomputed in any block",
+            "set train.recompute to attention or full, or leave train.recompute_layers out",
+        ),
+    ],
+)
+def test_blocks_that_cannot_be_recomputed(tmp_path, capsys, knobs, what, fix):
+    golden(capsys, runs.arguments(tmp_path, *knobs), 2, what, fix, "set by --train.recompute-layers")
+
+
 def test_a_layout_for_other_ranks_than_were_started(tmp_path, capsys, monkeypatch):
     told = {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3, "MASTER_ADDR": "here", "MASTER_PORT": 1}
     for name, number in told.items():

@@ -2,7 +2,9 @@
 
 import torch
 
+from outlast import settings
 from outlast.config import Run
+from outlast.model import recompute
 from outlast.model.transformer import Transformer
 from outlast.parallel import data_parallel, ring_attention, tensor_parallel, ulysses
 from outlast.parallel.gradients import Part, local, parts
@@ -12,12 +14,23 @@ from outlast.parallel.mesh import Mesh
 def apply(model: Transformer, run: Run, mesh: Mesh) -> None:
     """Keep of a model without memory what is this rank's, and fill the seams with what moves between ranks.
 
-    Each line may be deleted, with its file and its import: the layouts that do not need it still work.
+    In this order: what is recomputed has the transfers of `tp` inside it, and is inside what FSDP2 gathers. Each
+    parallelism's line may be deleted, with its file and its import: the layouts that do not need it still work.
     """
     ring_attention.apply(model, mesh)
     ulysses.apply(model, mesh)
     tensor_parallel.apply(model, run, mesh)
+    if run.train.compile:
+        compile_blocks(model)
+    recompute.apply(model, run.train.recompute, settings.recomputed(run))
     data_parallel.apply(model, mesh)
+
+
+def compile_blocks(model: Transformer) -> None:
+    """Compile each block; attention is left out, since its work differs with every sample's documents."""
+    model.fill(attend=torch.compiler.disable(model.seams.attend))
+    for block in model.layers:
+        block.forward = torch.compile(block.forward)
 
 
 def build(run: Run, mesh: Mesh) -> tuple[Transformer, list[Part]]:

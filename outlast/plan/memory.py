@@ -112,9 +112,55 @@ def state(shape: Model, dtype: str, optimizer: str, parallel: Parallel = _ONE_RA
     return StateBytes(count * exact, count * exact, moments * exact, gathered)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a block keeps for its backward pass, in bytes.
+
+    Attributes:
+        input: of the block.
+        attention: what the `attend` seam keeps besides queries, keys and values.
+        rest: all else.
+    """
+
+    input: int
+    attention: int
+    rest: int
+
+    def again(self, recompute: str) -> int:
+        """What is not kept, and there only while the block is worked out again."""
+        return {"none": 0, "attention": self.attention, "full": self.attention + self.rest}[recompute]
+
+    @property
+    def all(self) -> int:
+        """Their sum."""
+        return self.input + self.attention + self.rest
+
+
+def _kept_by_block(shape: Model, dtype: str, tokens: int, parallel: Parallel) -> _Kept:
+    """What a block keeps of a pass of so many tokens: the upper half of the table in :func:`activations`."""
+    (wide, exact), t = widths(dtype), parallel.tp
+    queries, pairs = shape.num_heads // t, max(1, shape.num_kv_heads // t)  # heads; of keys, and of values
+    stream = tokens // t if parallel.sp else tokens
+    entering = stream if parallel.sp_regather else tokens
+    outputs = 1 if parallel.ring > 1 and parallel.ulysses == 1 and not parallel.sp else 2
+    copies = max(0, parallel.ulysses - pairs)  # of keys, for ranks that read the same ones
+    inside = (outputs - 1) * queries + 2 * copies
+    heads = tokens * (2 * queries + 2 * pairs + shape.qk_norm * (queries + pairs)) * shape.head_dim
+    hidden = (stream + 2 * entering) * shape.hidden_size + heads + tokens * 3 * shape.intermediate_size // t
+    scales = 2 * stream + tokens * shape.qk_norm * (queries + pairs)
+    multiplied = (2 * (queries + pairs) * shape.head_dim + 3 * shape.intermediate_size // t) * shape.hidden_size
+    cast = multiplied * wide if wide < exact and layout.size(parallel, "shard") == 1 else 0
+    return _Kept(
+        input=stream * shape.hidden_size * wide,
+        attention=tokens * (inside * shape.head_dim * wide + queries * exact),
+        rest=hidden * wide + scales * exact + cast,
+    )
+
+
 def activations(
-    shape: Model, dtype: str, sequences: int, length: int, parallel: Parallel = _ONE_RANK, rank: int = 0
-) -> int:
+    shape: Model, dtype: str, sequences: int, length: int, parallel: Parallel = _ONE_RANK, rank: int = 0,
+    recompute: str = "none", blocks: int = 0,
+) -> int:  # fmt: skip
     """Bytes kept from the forward to the backward pass of one rank's micro-batch, dropout off, several documents a sample.
 
     In numbers a token that the rank, or its `tp`, has, one of t along `tp`: where `ring` and `ulysses` share sequences
@@ -143,29 +189,39 @@ def activations(
     A pass, too, whatever it is fed: the gradient of the rank's rows of the output projection (x), and under bfloat16
     each weight as it was multiplied, but where those that share weights by rows gather them anew.
 
-    Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4, its derivation done for this block.
+    Of the first `blocks`, `recompute` lets go of one of attention's outputs, that it needs again, and of its log-sum-exp
+    (attention), or of all but a block's input (full; its weights as multiplied, too).
+
+    Not covered: what one block works out again while the others wait, :func:`again`; gradients on their way.
+
+    Source: Korthikanti et al. 2022 (arXiv 2205.05198) sections 4 and 5, its derivation done for this block.
     """
     (wide, exact), t = widths(dtype), parallel.tp
-    queries, pairs = shape.num_heads // t, max(1, shape.num_kv_heads // t)  # heads; of keys, and of values
-    ring, ulysses = parallel.ring, parallel.ulysses
-    tokens = sequences * length // (ring * ulysses)
+    tokens = sequences * length // layout.size(parallel, "sequence")
     stream = tokens // t if parallel.sp else tokens
-    entering = stream if parallel.sp_regather else tokens
-    outputs = 1 if ring > 1 and ulysses == 1 and not parallel.sp else 2
-    attended = (1 + outputs) * queries + 2 * max(pairs, ulysses)
-    heads = tokens * (attended + shape.qk_norm * (queries + pairs)) * shape.head_dim
-    hidden = 2 * (stream + entering) * shape.hidden_size + heads + tokens * 3 * shape.intermediate_size // t
-    scales = 2 * stream + tokens * (queries + shape.qk_norm * (queries + pairs))
     around = stream * (2 * shape.hidden_size * wide + exact)
     around += tokens * (BYTES["float32"] * shape.head_dim + 9)
-    multiplied = 2 * (queries + pairs) * shape.head_dim + 3 * shape.intermediate_size // t
-    cast = (
-        multiplied * shape.hidden_size * shape.num_layers * wide
-        if wide < exact and layout.size(parallel, "shard") == 1
-        else 0
-    )
     rows = len(layout.share(0, shape.vocab_size, t, layout.coordinates(parallel, rank)["tp"]))
-    return shape.num_layers * (hidden * wide + scales * exact) + around + cast + rows * shape.hidden_size * exact
+    block = _kept_by_block(shape, dtype, tokens, parallel)
+    kept = shape.num_layers * block.all - blocks * block.again(recompute)
+    return kept + around + rows * shape.hidden_size * exact
+
+
+def again(shape: Model, dtype: str, sequences: int, length: int, parallel: Parallel, recompute: str) -> int:
+    """Bytes that one block works out again before its backward pass: at most so many beside :func:`activations`.
+
+    Blocks do so one after the other, the last of them first; what lies behind them has been let go by then. Attention
+    under sp puts queries, keys and values of several sequences in order, ulysses exchanges them, and has these copies
+    again too; a ring has its output, which the next product has kept.
+    """
+    tokens = sequences * length // layout.size(parallel, "sequence")
+    made = _kept_by_block(shape, dtype, tokens, parallel).again(recompute)
+    queries, pairs = shape.num_heads // parallel.tp, max(1, shape.num_kv_heads // parallel.tp)
+    if recompute == "attention" and parallel.ring > 1 and parallel.ulysses == 1 and not parallel.sp:
+        made += tokens * queries * shape.head_dim * widths(dtype)[0]
+    elif recompute == "attention" and (parallel.ulysses > 1 or (parallel.sp and sequences > 1)):
+        made += tokens * (queries + 2 * pairs) * shape.head_dim * widths(dtype)[0]
+    return made
 
 
 def flops_per_token(shape: Model, sequence_length: int) -> int:

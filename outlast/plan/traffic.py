@@ -131,17 +131,22 @@ def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Tra
     does, and an all-gather comes before each product and before each gradient that one needs whole. As an all-reduce is
     the one and the other, a block sends the same both ways: 8 N (t - 1) / t in a pass.
 
+    A block that is recomputed in full does again in the backward pass what it did forward, up to the last product: what
+    this leaves is summed again only under dropout, whose mask lies behind it and is needed.
+
     Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4.2.2.
     """
     wide, exact = memory.widths(run.train.dtype)
     layers, whole = run.model.num_layers, count * tokens_here(run) * run.model.hidden_size * wide
     entering, leaving = 2 * layers + 1, 1 + 2 * layers  # the blocks', and the loss; the embedding, and the blocks'
+    anew = settings.recomputed(run) if backward and run.train.recompute == "full" else 0
+    leaving_anew = anew * (2 if run.model.dropout else 1)
     if run.parallel.sp:
         again = 2 * layers if run.parallel.sp_regather else 0
-        yield _Transfer("tp", "all_gather", whole, entering + (leaving + again if backward else 0))
-        yield _Transfer("tp", "reduce_scatter", whole, leaving + (entering if backward else 0))
+        yield _Transfer("tp", "all_gather", whole, entering + 2 * anew + (leaving + again if backward else 0))
+        yield _Transfer("tp", "reduce_scatter", whole, leaving + leaving_anew + (entering if backward else 0))
     else:
-        yield _Transfer("tp", "all_reduce", whole, leaving + (entering if backward else 0))
+        yield _Transfer("tp", "all_reduce", whole, leaving + leaving_anew + (entering if backward else 0))
     # The log-sum-exp of each rank's logits, and the target's where it has it; so many tokens at a time as fit the rank
     # with the largest part of the vocabulary.
     rows = max(FEWEST_ROWS, LOGITS_AT_ONCE // len(layout.share(0, run.model.vocab_size, run.parallel.tp, 0)))
@@ -157,26 +162,30 @@ def _attention(run: Run, count: int, backward: bool) -> Iterator[_Transfer]:
 
     Ring: keys and values go R - 1 steps; backward once more, and their gradients, in float32 or 64, as many.
 
+    A block that recomputes does again what it did forward; but attention alone is there again before its output goes back.
+
     Source: Jacobs et al. 2023 (arXiv 2309.14509) section 3.2; Liu et al. 2023 (arXiv 2310.01889) section 3.
     """
     wide, exact = memory.widths(run.train.dtype)
     ring, ulysses = run.parallel.ring, run.parallel.ulysses
     heads, pairs = (max(1, n // run.parallel.tp) for n in (run.model.num_heads, run.model.num_kv_heads))
     here, pairs = heads // ulysses, max(1, pairs // ulysses)  # of each rank, while it attends
-    token, both = count * tokens_here(run) * run.model.head_dim, 2 if backward else 1
+    token, layers = count * tokens_here(run) * run.model.head_dim, run.model.num_layers
+    anew = settings.recomputed(run) if backward and run.train.recompute != "none" else 0
+    passes, back = (2 * layers, layers) if backward else (layers, 0)
     exchanged = token * (ulysses - 1) * wide
-    yield _Transfer("ulysses", "all_to_all", exchanged * (here + 2 * pairs), run.model.num_layers * both)
-    yield _Transfer("ulysses", "all_to_all", exchanged * here, run.model.num_layers * both)
+    yield _Transfer("ulysses", "all_to_all", exchanged * (here + 2 * pairs), passes + anew)
+    yield _Transfer("ulysses", "all_to_all", exchanged * here, passes + (anew if run.train.recompute == "full" else 0))
     keys_and_values = token * ulysses * 2 * pairs
-    yield _Transfer("ring", "shift", keys_and_values * wide, run.model.num_layers * (ring - 1) * both)
-    yield _Transfer("ring", "shift", keys_and_values * exact, run.model.num_layers * (ring - 1) * (both - 1))
+    yield _Transfer("ring", "shift", keys_and_values * wide, (passes + anew) * (ring - 1))
+    yield _Transfer("ring", "shift", keys_and_values * exact, back * (ring - 1))
 
 
 def _shards(run: Run, rank: int, forward: int, backward: int) -> Iterator[_Transfer]:
     """So many passes over the ranks that share weights by rows: blocks are gathered in the compute type, all else moves in float32 or 64.
 
-    A block is gathered in each direction. Embedding and output are gathered once and stay so until a backward pass or
-    the evaluation ends.
+    A block is gathered in each direction, and no more where it is recomputed: it is there for its backward pass by then.
+    Embedding and output are gathered once and stay so until a backward pass or the evaluation ends.
     """
     wide, exact = memory.widths(run.train.dtype)
     block, rest = memory.gathered_numbers(run.model, run.parallel, rank)

@@ -58,8 +58,7 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
     batch, count = settings.batch_sequences(run), memory.parameters(shape)
     ranks, fed = layout.ranks(run.parallel), layout.data_rank(run.parallel, 0)[0]
     state = memory.state(shape, run.train.dtype, run.optim.name, run.parallel)
-    most = min(len(layout.share(0, batch, fed, 0)), run.train.micro_batch)
-    kept = memory.activations(shape, run.train.dtype, most, run.data.sequence_length, run.parallel)
+    kept, again = _activations(run, run.train.recompute)
     train_tokens, held_tokens = (sum(len(s) for s in part) for part in _parts(settled))
     damaged = f", {data.damaged} damaged passed over" if data.damaged else ""
     why = {
@@ -78,9 +77,11 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         ("model", f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads of "
                   f"{shape.head_dim}, {size(sum(count.values()), 'parameters')}, all of them active"),
         ("export", hf.family(shape) or "no Hugging Face family has this shape: it cannot be exported"),
-        ("memory", f"{size(state.total + kept)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
+        ("memory", f"{size(state.total + kept + again)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
                    f"moments {size(state.moments)}, activations {size(kept)}"
+                   + (f", a block worked out again {size(again)}" if again else "")
                    + (f", gathered weights {size(state.gathered)}" if state.gathered else "")),
+        *([("recompute", _recomputation(run))] if again else []),
         *([("traffic", told_traffic(traffic.estimate(run)))] if ranks > 1 else []),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences{f' on each of {fed} ranks' if fed > 1 else ''}"),
@@ -94,6 +95,23 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         console.print(
             f"  passed over {where}: {why_not}", style="yellow", highlight=False, soft_wrap=True, markup=False
         )
+
+
+def _activations(run: Run, recompute: str) -> tuple[int, int]:
+    """Bytes a rank keeps for the backward pass of its largest micro-batch, and works out again of one block."""
+    fed = layout.data_rank(run.parallel, 0)[0]
+    most = min(len(layout.share(0, settings.batch_sequences(run), fed, 0)), run.train.micro_batch)
+    what = (run.model, run.train.dtype, most, run.data.sequence_length, run.parallel)
+    kept = memory.activations(*what, recompute=recompute, blocks=settings.recomputed(run))
+    return kept, memory.again(*what, recompute)
+
+
+def _recomputation(run: Run) -> str:
+    """What is kept with and without."""
+    kept = {kind: sum(_activations(run, kind)) for kind in ("none", "attention", "full")}
+    blocks = f"{settings.recomputed(run)} of {run.model.num_layers} blocks"
+    told = f"{run.train.recompute} in {blocks}; kept and worked out again at once: "
+    return told + ", ".join(f"{kind} {size(number)}" for kind, number in kept.items())
 
 
 def _shared(run: Run) -> str:
@@ -236,8 +254,6 @@ def closing(console: Console, training: Training, ending: Ending, counted: Count
 
 def sequence_parallelism(console: Console, run: Run) -> None:
     """Show what a run's ranks of `tp` keep and send with and without sequence parallelism, by the formulas."""
-    batch, fed = settings.batch_sequences(run), layout.data_rank(run.parallel, 0)[0]
-    most = min(len(layout.share(0, batch, fed, 0)), run.train.micro_batch)
     lines = []
     for name, tp, sp, again in (
         ("alone", 1, False, False),
@@ -246,7 +262,7 @@ def sequence_parallelism(console: Console, run: Run) -> None:
         (f"tp {run.parallel.tp}, sp, sp_regather", run.parallel.tp, True, True),
     ):
         one = config.replaced(run, {"parallel.tp": tp, "parallel.sp": sp, "parallel.sp_regather": again})
-        kept = memory.activations(run.model, run.train.dtype, most, run.data.sequence_length, one.parallel)
+        kept, _ = _activations(one, one.train.recompute)
         sent = traffic.total(traffic.estimate(one), "tp")
         lines.append((name, f"{size(kept)} of activations kept, {size(sent)} sent over tp"))
     facts(console, "what each rank keeps and sends in a step, by the formulas", lines)

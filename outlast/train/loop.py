@@ -14,7 +14,6 @@ from outlast import layout, settings
 from outlast.data import IGNORED, batches
 from outlast.data.batches import Step
 from outlast.errors import RanksDifferError
-from outlast.model.transformer import Transformer
 from outlast.parallel.gradients import complete, let_go
 from outlast.parallel.inputs import inputs
 from outlast.parallel.mesh import Mesh
@@ -65,8 +64,6 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
     run, mesh, model, last, begun = training.run, training.mesh, training.model, training.last_step, time.perf_counter()
     batch = settings.batch_sequences(run)
     ending = Ending(batch * run.data.sequence_length)
-    if run.train.compile:
-        compile_blocks(model)
     with stop_requests(alone=mesh.world is None) as requests:
         if training.step == 0:
             evaluate(training, watchers)
@@ -191,13 +188,6 @@ def evaluate(training: Training, watchers: Sequence[Watcher]) -> None:
         training.measure({"held_out_loss": total / learned})
         for watcher in watchers:
             watcher.evaluation(training.step, total / learned)
-
-
-def compile_blocks(model: Transformer) -> None:
-    """Compile each block; attention is left out, since its work differs with every sample's documents."""
-    model.fill(attend=torch.compiler.disable(model.seams.attend))
-    for block in model.layers:
-        block.compile()
 
 
 @contextmanager

@@ -53,8 +53,9 @@ class Against:
         return self.alone[key]
 
     def furthest(self, layout, optimizer="", **knobs):
-        """The largest differences by kind; prints the worst."""
-        reference = self.one_process(optimizer, knobs)
+        """The largest differences by kind; prints the worst. One process recomputes nothing."""
+        plain = {key: value for key, value in knobs.items() if not key.startswith("train__recompute")}
+        reference = self.one_process(optimizer, plain)
         words = self._words(layout, knobs)
         kept = layouts.put_together(
             self.ranks.run(layouts.ranks_of(layout), layouts.on_rank, words, optimizer, limit=120)
@@ -163,6 +164,24 @@ def test_coarser_types(against, layout, dtype, loss, weights):
     assert found["loss"] <= loss
     assert found["held_out"] <= loss
     assert found["model"] <= weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "blocks"),
+    [
+        ({"tp": 2, "sp": True}, "attention", 1),
+        ({"tp": 2, "sp": True, "sp_regather": True, "dp_shard": 2}, "full", 1),
+        ({"dp_replicate": 2}, "full", 0),
+    ]
+    + [
+        pytest.param(layout, kind, 0, marks=pytest.mark.slow)
+        for layout in ({}, {"tp": 2}, {"tp": 2, "sp": True}, {"dp_shard": 2}, {"tp": 2, "dp_shard": 2})
+        for kind in ("attention", "full")
+    ],
+    ids=str,
+)
+def test_recomputation(against, layout, kind, blocks):
+    against.equal(layout, "sgd", train__recompute=kind, train__recompute_layers=blocks)
 
 
 def test_samples_are_taken_by_position_and_not_by_rank(tmp_path, ranks):

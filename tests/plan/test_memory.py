@@ -3,7 +3,9 @@
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import once
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outlast import layout
 from outlast.config import Model, Parallel, Run
@@ -110,15 +116,21 @@ def kept_for_backward(model, *fed):
     return sum(nbytes for storage, nbytes in storages.items() if storage not in own)
 
 
-def kept_on_a_rank(run, documents):
-    """What a model, or a rank's part of it, keeps of sequences that are learned whole."""
+def model_and_input(run, documents):
+    """A model, or a rank's part of it, and sequences that are learned whole."""
     grid = once(mesh.make, run.parallel, CPU)
     model, _ = build(run, grid)
     batch, length = len(documents), sum(documents[0])
     tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (batch, length))
     places = np.tile(np.arange(length), (batch, 1))
     one = MicroBatch(np.arange(batch), tokens, np.roll(tokens, -1, 1), places, documents)
-    return kept_for_backward(model, *inputs(one, grid))
+    return model, inputs(one, grid)
+
+
+def kept_on_a_rank(run, documents):
+    """What a model, or a rank's part of it, keeps of sequences that are learned whole."""
+    model, fed = model_and_input(run, documents)
+    return kept_for_backward(model, *fed)
 
 
 LAYOUTS = {
@@ -149,6 +161,95 @@ def test_activations(ranks, name, dtype):
     measured = ranks.run(n, kept_on_a_rank, run, documents) if n > 1 else [kept_on_a_rank(run, documents)]
     said = [memory.activations(run.model, dtype, 2, 128, run.parallel, rank) for rank in range(n)]
     assert said == measured
+
+
+RECOMPUTED = [("attention", 3), ("full", 1), ("full", 3)]  # of 3
+
+
+def recomputing(name, dtype, kind, blocks):
+    run = Run(model=replace(SHAPES["llama"], vocab_size=300, qk_norm=dtype == "float32"), parallel=LAYOUTS[name])
+    return replace(run, train=replace(run.train, dtype=dtype, recompute=kind, recompute_layers=blocks))
+
+
+@pytest.mark.parametrize(("kind", "blocks"), RECOMPUTED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_activations_with_recomputation(ranks, name, dtype, kind, blocks):
+    run = recomputing(name, dtype, kind, blocks)
+    documents = ((100, 28), (28, 50, 50))
+    n = layout.ranks(run.parallel)
+    measured = ranks.run(n, kept_on_a_rank, run, documents) if n > 1 else [kept_on_a_rank(run, documents)]
+    said = [memory.activations(run.model, dtype, 2, 128, run.parallel, rank, kind, blocks) for rank in range(n)]
+    assert said == measured
+
+
+class Living(TorchDispatchMode):
+    """Knows which storages there were, which were made since, and which of them are still there."""
+
+    def __init__(self, *before):
+        super().__init__()
+        self.made = [(StorageWeakRef(tensor.untyped_storage()), 0) for tensor in before]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.made.append((StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+    def bytes_since(self, count):
+        there = {ref.cdata: size for ref, size in self.made[count:] if not ref.expired()}
+        before = {ref.cdata for ref, _ in self.made[:count] if not ref.expired()}
+        return sum(size for storage, size in there.items() if storage not in before)
+
+
+def made_again(run, documents, least):
+    """What each recomputation of a pass has made and holds at its end, in bytes; no less than `least`, if all is well."""
+    model, fed = model_and_input(run, documents)
+    living, begun, found = Living(*(p for p in model.parameters() if type(p) is torch.nn.Parameter)), [], []
+    run_again, ended = (
+        checkpoint._run_fn_with_dynamo_disabled,
+        checkpoint._CheckpointFrame.check_recomputed_tensors_match,
+    )
+
+    def run_looked_at(function, *args):
+        begun.append(len(living.made))
+        return run_again(function, *args)
+
+    def looked_at(frame, gid):
+        first, patience = begun.pop(), time.monotonic() + 5
+        while living.bytes_since(first) > least and time.monotonic() < patience:
+            time.sleep(0.001)  # gloo's own thread holds what it has summed a moment longer
+        found.append(living.bytes_since(first))
+        return ended(frame, gid)
+
+    with (
+        living,
+        patch.object(checkpoint, "_run_fn_with_dynamo_disabled", run_looked_at),
+        patch.object(checkpoint._CheckpointFrame, "check_recomputed_tensors_match", looked_at),
+    ):
+        model(*fed).backward()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["attention", "full"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("one", "float32"),
+        ("one", "bfloat16"),
+        ("tp", "bfloat16"),
+        ("sp, regather", "float32"),
+        ("sp, shards", "bfloat16"),
+    ],
+)
+def test_what_a_block_makes_again(ranks, name, dtype, kind):
+    run, documents = recomputing(name, dtype, kind, 3), ((100, 28), (28, 50, 50))
+    n = layout.ranks(run.parallel)
+    said = memory.again(run.model, dtype, 2, 128, run.parallel, kind)
+    measured = ranks.run(n, made_again, run, documents, said) if n > 1 else [made_again(run, documents, said)]
+    assert measured == [[said] * 3] * n
 
 
 def test_activations_by_hand():

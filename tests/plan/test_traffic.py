@@ -33,6 +33,7 @@ TINY = replaced(
 def run_of(**knobs):
     """The tiny run with other knobs, by their names: parallel's, then the model's."""
     places = {"dtype": "train.dtype", "optimizer": "optim.name", "length": "data.sequence_length"}
+    places |= {name: f"train.{name}" for name in ("recompute", "recompute_layers")}
     axes = [field.name for field in fields(Parallel)]
     return replaced(
         TINY, {f"parallel.{k}" if k in axes else places.get(k, f"model.{k}"): value for k, value in knobs.items()}
@@ -183,6 +184,23 @@ def test_the_loss_asks_once_a_block_of_rows():
     assert (traffic.LOGITS_AT_ONCE, traffic.FEWEST_ROWS) == (loss._LOGITS_AT_ONCE, loss._FEWEST_ROWS)
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_recomputed_block_by_hand(sp):
+    """3 x 4 tokens x 4 channels x 4 bytes = 192: an all-reduce over two sends 192, a gather or scatter 96."""
+
+    def sent(**knobs):
+        return traffic.total(traffic.step(run_of(tp=2, sp=sp, **knobs), [3], [5]), "tp")
+
+    # Attention's summand is summed again, feed-forward's is not: one all-reduce a block; gathered again are both inputs.
+    assert sent(recompute="full") - sent() == 2 * (3 * 96 if sp else 192)
+    assert sent(recompute="full", recompute_layers=1) - sent() == (3 * 96 if sp else 192)
+    # Behind the last sum is a dropout mask that the backward pass needs.
+    assert sent(recompute="full", dropout=0.1) - sent(dropout=0.1) == 2 * (4 * 96 if sp else 2 * 192)
+    assert sent(recompute="attention") == sent()
+    forward = [traffic.evaluation(run_of(tp=2, sp=sp, recompute=kind), [3], [5]) for kind in ("none", "full")]
+    assert forward[0] == forward[1]
+
+
 @given(st.sampled_from((2, 4, 8)), st.integers(1, 5), st.integers(0, 4), st.integers(1, 6), st.booleans())
 def test_sequence_parallelism_sends_what_tensor_parallelism_does(t, layers, count, length, wide):
     dtype = "float32" if wide else "bfloat16"
@@ -253,6 +271,17 @@ COUNTED = {
     "ring and shards": (4, {"ring": 2, "dp_shard": 2, "optimizer": "muon"}),
     "ring and shards share weights": (4, {"ring": 2, "dp_shard": 2, "shard_sequence_ranks": True, "optimizer": "muon"}),
     "sp and shards": (4, {"tp": 2, "sp": True, "dp_shard": 2, "optimizer": "muon", "tie_embeddings": False}),
+    "tp, full": (2, {"tp": 2, "mlp_bias": True, "recompute": "full"}),
+    "tp, full, dropout": (2, {"tp": 2, "recompute": "full", "recompute_layers": 1, "dropout": 0.1, "dtype": "bfloat16"}),
+    "sp, full": (2, {"tp": 2, "sp": True, "recompute": "full", "recompute_layers": 1}),
+    "sp, attention": (2, {"tp": 2, "sp": True, "recompute": "attention", "dropout": 0.1}),
+    "sp and shards, full, regather": (4, {"tp": 2, "sp": True, "sp_regather": True, "dp_shard": 2, "recompute": "full"}),
+    "sp and shards, full, dropout": (4, {"tp": 2, "sp": True, "dp_shard": 2, "recompute": "full", "dropout": 0.1}),
+    "ring, attention": (2, {"ring": 2, "num_kv_heads": 2, "recompute": "attention"}),
+    "ring and ulysses, full": (4, {"ring": 2, "ulysses": 2, "recompute": "full", "recompute_layers": 1}),
+    "ulysses, attention": (2, {"ulysses": 2, "num_kv_heads": 1, "recompute": "attention", "dropout": 0.1}),
+    "ulysses and sp, attention": (4, {"ulysses": 2, "tp": 2, "sp": True, "recompute": "attention"}),
+    "3 shards, full": (3, {"dp_shard": 3, "recompute": "full", "dropout": 0.1, "dtype": "bfloat16"}),
 }  # fmt: skip
 
 
@@ -277,6 +306,7 @@ def counted(run, fed):
         return {key: Traffic(one.calls, one.bytes) for key, one in grid.counts.take().items()}
 
     sent()
+    model.train()
     for one in batches:
         model(*one).backward()
     complete(parts, grid)
@@ -284,6 +314,7 @@ def counted(run, fed):
         hidden = [part for part in parts if part.name.startswith("layers.") and len(part.place.shape) == 2]
         on_whole(lambda matrix: matrix, [part.parameter.grad for part in hidden], hidden, run, grid)
     stepped = sent()
+    model.eval()
     with torch.no_grad():
         for one in batches:
             model(*one)

@@ -133,8 +133,9 @@ def test_torchrun_starts_the_ranks_as_well(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_on_two_ranks(tmp_path, ended):
-    ended.append(started(tmp_path, "--train.compile", "--train.steps", "3"))
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_compiled_run_on_two_ranks(tmp_path, ended, recompute):
+    ended.append(started(tmp_path, "--train.compile", "--train.steps", "3", "--train.recompute", recompute))
     assert ended[0].wait() == 0, said(tmp_path)
     assert runs.train(tmp_path, *HARD, "--model.num-kv-heads", "2", "--train.steps", "3", name="alone") == 0
     ours, alone = runs.weights(tmp_path / "run"), runs.weights(tmp_path / "alone")

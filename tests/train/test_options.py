@@ -95,6 +95,15 @@ def test_deterministic_runs(tmp_path, plain):
     assert losses(tmp_path / "run") == plain
 
 
+@pytest.mark.parametrize("kind", ["attention", "full"])
+def test_what_is_recomputed_learns_the_same_bits_and_a_dry_run_tells_what_is_kept(tmp_path, plain, kind, capsys):
+    knobs = ["--train.recompute", kind, "--train.recompute-layers", "1"]
+    assert runs.train(tmp_path, "--dry-run", *knobs) == 0
+    assert f"recompute: {kind} in 1 of 2 blocks; kept and worked out again at once: none " in capsys.readouterr().out
+    assert runs.train(tmp_path, "--train.steps", "5", *knobs) == 0
+    assert losses(tmp_path / "run") == plain
+
+
 def test_dry_run_shows_and_leaves_nothing(tmp_path, capsys):
     assert runs.train(tmp_path, "--dry-run") == 0
     out = capsys.readouterr().out
