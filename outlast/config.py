@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Range = Literal["", "> 0", ">= 0", "[0, 1)", "[0, 1]"]
+Range = Literal["", "> 0", ">= 0", "[0, 1)", "(0, 1]", "[0, 1]"]
 """The numbers that a knob takes; all where it is empty."""
 
 
@@ -179,7 +179,7 @@ class Train:
     deterministic: bool = free(False)
     """Refuse kernels whose sums come in another order each time. CPU runs are bitwise repeatable without it."""
     allow_change: bool = free(False)
-    """Go on with a run although an [optim], [schedule], [train] or [eval] knob is not as it was. Written to the journal."""
+    """Go on with a run although an [optim], [schedule], [train], [eval] or [parallel] knob that bears on the result is not as it was. Written to the journal."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,12 @@ class Parallel:
     """Megatron sequence parallelism: norms, dropout and the residual stream, too, are shared by the `tp` ranks, by position."""
     sp_regather: bool = free(False)
     """Under `sp`, gather the inputs of the products again in the backward pass rather than keep them whole: less memory, a quarter more bytes."""
+    dp_compress: Literal["none", "bf16", "onebit", "topk"] = result("none")
+    """How copies send their gradients, which bears on the result, as the number of copies then does. `bf16`: rounded to 16 bits. `onebit`: 1-bit Adam, the momentum as signs and scales. `topk`: what changed most; what was left out is sent later."""
+    dp_topk: float = result(0.01, "(0, 1]")
+    """`topk`: share of each tensor's elements that a copy sends."""
+    dp_exact_steps: int = result(100, "> 0")
+    """`onebit`: steps in which gradients are sent exactly, until AdamW's second moment is worth keeping as it is: a few times 1 / (1 - optim.beta2)."""
 
 
 @dataclass(frozen=True)

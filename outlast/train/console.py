@@ -80,7 +80,9 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         ("export", hf.family(shape) or "no Hugging Face family has this shape: it cannot be exported"),
         ("memory", f"{size(state.total + kept)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
                    f"moments {size(state.moments)}, activations {size(kept)}"
-                   + (f", gathered weights {size(state.gathered)}" if state.gathered else "")),
+                   + (f", gathered weights {size(state.gathered)}" if state.gathered else "")
+                   + (f", owed to copies {size(state.owed)}" if state.owed else "")),
+        *([("compression", _compression(run))] if run.parallel.dp_compress != "none" else []),
         *([("traffic", told_traffic(traffic.estimate(run)))] if ranks > 1 else []),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences{f' on each of {fed} ranks' if fed > 1 else ''}"),
@@ -100,6 +102,18 @@ def _sequence_parallel(run: Run) -> str:
     if run.parallel.tp == 1 or not run.parallel.sp:
         return ""
     return ", sequence parallel" + (", gathering again" if run.parallel.sp_regather else "")
+
+
+def _compression(run: Run) -> str:
+    """How copies send their gradients, and that the run is no longer the same under every layout."""
+    parallel = run.parallel
+    how = {
+        "bf16": "gradients rounded to bfloat16",
+        "topk": f"{parallel.dp_topk:.2%} of each gradient, the largest; the rest is sent later",
+        "onebit": f"exact for {many(parallel.dp_exact_steps, 'step')}, then momentum as signs and scales, the second moment "
+        "frozen; the norm told and clipped by is then an upper bound of the mean's",
+    }[parallel.dp_compress]
+    return f"dp_replicate sends {how}. The result depends on it, and on dp_replicate {parallel.dp_replicate}"
 
 
 def told_traffic(sent: Mapping[tuple[str, str], traffic.Traffic]) -> str:
