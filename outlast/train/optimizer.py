@@ -126,9 +126,11 @@ def frozen_step(
     A copy adds its own gradient to the momentum that all hold, m <- beta1 m + (1 - beta1) R g_r of R copies, and the
     mean over the copies is what all hold next. It travels in units of sqrt(v) + eps, which all have alike, so that one
     scale fits a whole tensor. The weights move by m / (1 - beta1^step) over sqrt(v / (1 - beta2^n)) + eps, v being of n
-    steps: the bias of the first moment goes on shrinking, that of the second is as it was. Nor by more than Adam ever
-    does, max(1, (1 - beta1) / sqrt(1 - beta2)) of the rate: a frozen v would let an element that had no gradient while
-    it was made go as far as it likes.
+    steps: the bias of the first moment goes on shrinking, that of the second is as it was.
+
+    Nor do they move by more than Adam ever does, max(1, (1 - beta1) / sqrt(1 - beta2)) of the rate: a frozen v would let
+    an element that had no gradient while it was made go as far as it likes. Before it travels a copy's momentum is cut to
+    R times as much, lest one such element make the scale of all.
 
     Args:
         adamw: with moments of exact steps; its own count stays n.
@@ -144,14 +146,19 @@ def frozen_step(
         beta1, beta2 = group["betas"]
         units.append((kept["exp_avg_sq"] / (1 - beta2 ** kept["step"].item())).sqrt_().add_(group["eps"]))
         kept["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=(1 - beta1) * copies)
-        momenta.append(kept["exp_avg"] / units[-1])
+        most = copies * _furthest(*group["betas"])
+        momenta.append((kept["exp_avg"] / units[-1]).clamp_(-most, most))
     mean([parameter for _, parameter, _ in rows], momenta)
     for (group, parameter, kept), unit, momentum in zip(rows, units, momenta, strict=True):
-        beta1, beta2 = group["betas"]
         torch.mul(momentum, unit, out=kept["exp_avg"])
-        most = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
+        most = _furthest(*group["betas"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(momentum.div_(1 - beta1**step).clamp_(-most, most), alpha=-group["lr"])
+        parameter.add_(momentum.div_(1 - group["betas"][0] ** step).clamp_(-most, most), alpha=-group["lr"])
+
+
+def _furthest(beta1: float, beta2: float) -> float:
+    """The most that an element moves under Adam, in shares of the learning rate."""
+    return max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
 
 
 class Optimizer:
