@@ -29,8 +29,7 @@ class Copies:
 
     Attributes:
         size: how many copies.
-        owed: by parameter, what this copy has not sent yet: a gradient under top-k, under 1-bit a momentum in the unit
-            the optimizer has it sent in. One row of the whole's (copies, *shape).
+        owed: by parameter, what this copy has not sent yet: a gradient under top-k, a momentum under 1-bit. One row of the whole's (copies, *shape).
         owed_by_owner: under 1-bit, what the mean of the momenta left out in the rows this copy owns.
 
     Raises:

@@ -123,14 +123,11 @@ def frozen_step(
 ) -> None:
     """AdamW when gradients are still each copy's own: the second moment stays as it is, the first is agreed upon.
 
-    A copy adds its own gradient to the momentum that all hold, m <- beta1 m + (1 - beta1) R g_r of R copies, and the
-    mean over the copies is what all hold next. It travels in units of sqrt(v) + eps, which all have alike, so that one
-    scale fits a whole tensor. The weights move by m / (1 - beta1^step) over sqrt(v / (1 - beta2^n)) + eps, v being of n
-    steps: the bias of the first moment goes on shrinking, that of the second is as it was.
-
-    Nor do they move by more than Adam ever does, max(1, (1 - beta1) / sqrt(1 - beta2)) of the rate: a frozen v would let
-    an element that had no gradient while it was made go as far as it likes. Before it travels a copy's momentum is cut to
-    R times as much, lest one such element make the scale of all.
+    A copy adds its own gradient to the momentum that all hold, m <- beta1 m + (1 - beta1) R g_r of R copies, and the mean
+    over the copies is what all hold next. The weights move by m / (1 - beta1^step) over sqrt(v / (1 - beta2^n)) + eps, v
+    being of n steps: the bias of the first moment goes on shrinking, that of the second is as it was. Nor by more than
+    Adam ever does, max(1, (1 - beta1) / sqrt(1 - beta2)) of the rate: a frozen v would let an element that had next to
+    no gradient while it was made go as far as the others' scale takes it.
 
     Args:
         adamw: with moments of exact steps; its own count stays n.
@@ -141,24 +138,16 @@ def frozen_step(
     Source: Tang et al. 2021 (arXiv 2102.02888) algorithm 1; the bound, Kingma and Ba 2014 (arXiv 1412.6980) section 2.1.
     """
     rows = [(group, p, adamw.state[p]) for group in adamw.param_groups for p in group["params"] if p.grad is not None]
-    units, momenta = [], []
+    for group, parameter, kept in rows:
+        beta1, _ = group["betas"]
+        kept["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=(1 - beta1) * copies)
+    mean([parameter for _, parameter, _ in rows], [kept["exp_avg"] for _, _, kept in rows])
     for group, parameter, kept in rows:
         beta1, beta2 = group["betas"]
-        units.append((kept["exp_avg_sq"] / (1 - beta2 ** kept["step"].item())).sqrt_().add_(group["eps"]))
-        kept["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=(1 - beta1) * copies)
-        most = copies * _furthest(*group["betas"])
-        momenta.append((kept["exp_avg"] / units[-1]).clamp_(-most, most))
-    mean([parameter for _, parameter, _ in rows], momenta)
-    for (group, parameter, kept), unit, momentum in zip(rows, units, momenta, strict=True):
-        torch.mul(momentum, unit, out=kept["exp_avg"])
-        most = _furthest(*group["betas"])
+        deviation = (kept["exp_avg_sq"] / (1 - beta2 ** kept["step"].item())).sqrt_().add_(group["eps"])
+        most = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(momentum.div_(1 - group["betas"][0] ** step).clamp_(-most, most), alpha=-group["lr"])
-
-
-def _furthest(beta1: float, beta2: float) -> float:
-    """The most that an element moves under Adam, in shares of the learning rate."""
-    return max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
+        parameter.sub_((kept["exp_avg"] / (1 - beta1**step)).div_(deviation).clamp_(-most, most).mul_(group["lr"]))
 
 
 class Optimizer:

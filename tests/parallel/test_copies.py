@@ -162,21 +162,20 @@ def by_hand(run):
             name, state = part.name, kept[part.name]
             unit = (state["exp_avg_sq"] / (1 - optim.beta2**EXACT_STEPS)).sqrt() + optim.eps
             copies_hold = [
-                o[name][0] + ((optim.beta1 * state["exp_avg"] + (1 - optim.beta1) * 2 * g[name]) / unit).clamp(-2, 2)
-                for o, _, g in every
+                o[name][0] + optim.beta1 * state["exp_avg"] + (1 - optim.beta1) * 2 * g[name] for o, _, g in every
             ]
             half = -(-part.parameter.shape[0] // 2)
             result = []
             for owner, rows in enumerate((slice(0, half), slice(half, None))):
                 said = [signed(one[rows]) for one in copies_hold]
                 result.append(signed(sum(said) / 2 + every[owner][1][name]))
-            u = torch.cat(result)
+            m = torch.cat(result)
             decay = optim.weight_decay if part.name.startswith("layers.") and part.parameter.dim() == 2 else 0.0
-            moved = before[name] * (1 - 0.01 * decay) - 0.01 * (u / (1 - optim.beta1**number)).clamp(-1, 1)
+            moved = before[name] * (1 - 0.01 * decay) - 0.01 * (m / (1 - optim.beta1**number) / unit).clamp(-1, 1)
             now = adamw.state[part.parameter]
             told[f"{name} {number}"] = (
                 (part.parameter.detach() - moved).abs().max().item(),
-                (now["exp_avg"] - u * unit).abs().max().item(),
+                (now["exp_avg"] - m).abs().max().item(),
                 torch.equal(now["exp_avg_sq"], state["exp_avg_sq"]),
                 now["step"].item(),
             )
