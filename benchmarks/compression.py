@@ -11,7 +11,7 @@ Bytes: those a copy sends to the other in a step, counted, of the last step.
 Time: a step of a larger model on two hosts joined by a link of 100 mbit/s (tc tbf; needs root), in rounds of exact,
 another way, exact.
 
-Goals: bf16 and 1-bit within 2 deviations of the exact runs; half the bytes in bf16, and under 1/24 as signs; on the
+Goals: bf16 and 1-bit within 2 deviations of the exact runs; half the bytes in bf16, and at most 1/30 as signs; on the
 slow link every way takes less time than the exact one.
 
     python -m benchmarks.compression [--check] [--only loss|link]
@@ -46,7 +46,7 @@ from outlast.train.watchers import Watcher
 
 GOALS: Final = (
     "bf16 and onebit: the mean held-out loss of 3 seeds within 2 deviations of that of the exact runs",
-    "a copy sends half the bytes in bf16, and at most 1/24 of them as signs",
+    "a copy sends half the bytes in bf16, and at most 1/30 of them as signs",
     "on a link of 100 mbit/s a step takes less time than the exact one, every way",
 )
 SEEDS: Final = (0, 1, 2)
@@ -59,8 +59,8 @@ WAYS: Final = {
 }
 MBIT: Final = 100
 SMALL: Final = {
-    "model.hidden_size": 96, "model.intermediate_size": 256, "model.num_layers": 2, "model.num_heads": 3,
-    "model.num_kv_heads": 3, "model.head_dim": 32, "data.sequence_length": 128, "train.batch": 8, "train.micro_batch": 4,
+    "model.hidden_size": 64, "model.intermediate_size": 176, "model.num_layers": 2, "model.num_heads": 2,
+    "model.num_kv_heads": 2, "model.head_dim": 32, "data.sequence_length": 128, "train.batch": 8, "train.micro_batch": 4,
     "train.steps": STEPS, "optim.lr": 3e-3, "schedule.warmup": 40, "eval.samples": 256, "eval.every": 0,
 }  # fmt: skip
 
@@ -251,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="gradients of copies sent in fewer bytes")
     parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
     parser.add_argument("--only", choices=["loss", "link"], help="one half; nothing is written then")
-    parser.add_argument("--rounds", type=int, default=5, help="of steps on the link (default: 5)")
+    parser.add_argument("--rounds", type=int, default=9, help="of steps on the link (default: 9)")
     parser.add_argument("--as-rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
@@ -271,7 +271,7 @@ def main() -> None:
         for row in rows
         if row["way"] in ("bf16", "onebit") and abs(row["off by, in deviations of exact"]) > 2
     ]
-    least = {"bf16": 2, "onebit": 24}
+    least = {"bf16": 2, "onebit": 30}
     missed += [
         f"{row['way']} sends {row['fewer']} times fewer bytes"
         for row in rows

@@ -215,6 +215,7 @@ def test_the_norm_of_gradients_apart_is_a_bound(ranks, layout):
     told = ranks.run(layouts.ranks_of(layout), bound, compressed(layout, "onebit"))
     assert all(one == told[0] for one in told)
     most, true = told[0]
+    print(f"bound over norm: {most / true:.2f}")
     assert true < most < 2 * true
 
 
@@ -260,12 +261,12 @@ def loaded(run, folder):
     ("first", "then"),
     [
         ({"dp_replicate": 4}, {"dp_replicate": 2}),
-        ({"dp_replicate": 2}, {"dp_replicate": 4}),
-        ({"dp_replicate": 4}, HYBRID),
-        (HYBRID, {"dp_replicate": 2}),
-        (WITH_TP, HYBRID),
-        (HYBRID, WITH_TP),
         ({"dp_replicate": 3}, WITH_TP),
+        (HYBRID, WITH_TP),
+        pytest.param({"dp_replicate": 2}, {"dp_replicate": 4}, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 4}, HYBRID, marks=pytest.mark.slow),
+        pytest.param(HYBRID, {"dp_replicate": 2}, marks=pytest.mark.slow),
+        pytest.param(WITH_TP, HYBRID, marks=pytest.mark.slow),
     ],
     ids=str,
 )
