@@ -66,7 +66,7 @@ class Look(Watcher):
     def batch(self, step: int, work: Any) -> None:
         """Work out the step's transfers."""
         sequences, learned = [len(one.positions_B) for one in work.batches], [one.learned for one in work.batches]
-        self.formula = traffic.step(self.training.run, sequences, learned, self.training.mesh.rank)
+        self.formula = traffic.step(self.training.run, sequences, learned, self.training.mesh.rank, step)
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
         """Keep what they came to."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Range = Literal["", "> 0", ">= 0", "[0, 1)", "[0, 1]"]
+Range = Literal["", "> 0", ">= 0", "[0, 1)", "(0, 1]", "[0, 1]"]
 """The numbers that a knob takes; all where it is empty."""
 
 
@@ -179,7 +179,7 @@ class Train:
     deterministic: bool = free(False)
     """Refuse kernels whose sums come in another order each time. CPU runs are bitwise repeatable without it."""
     allow_change: bool = free(False)
-    """Go on with a run although an [optim], [schedule], [train] or [eval] knob is not as it was. Written to the journal."""
+    """Go on with a run although an [optim], [schedule], [train], [eval] or [parallel] knob that bears on the result is not as it was. Written to the journal."""
     recompute: Literal["none", "attention", "full"] = free("none")
     """What the backward pass works out again rather than keep: what attention keeps but its queries, keys and values, or all of a block but its input."""
     recompute_layers: int = free(0, ">= 0")
@@ -236,6 +236,12 @@ class Parallel:
     """Ranks that share each sequence and exchange its tokens for attention heads: at most as many as the heads a rank of `tp` has."""
     shard_sequence_ranks: bool = free(False)
     """Let the ranks of `ring` and `ulysses`, too, share weights, gradients and moments as those of `dp_shard` do. Else each of them has all of its copy's."""
+    dp_compress: Literal["none", "bf16", "onebit", "topk"] = result("none")
+    """How copies send their gradients, which bears on the result, as the number of copies then does. `bf16`: rounded to 16 bits. `onebit`: 1-bit Adam, the momentum as signs and scales. `topk`: what changed most; what was left out is sent later."""
+    dp_topk: float = result(0.01, "(0, 1]")
+    """`topk`: share of each tensor's elements that a copy sends."""
+    dp_exact_steps: int = result(100, "> 0")
+    """`onebit`: steps in which gradients are sent exactly, until AdamW's second moment is worth keeping as it is: a few times 1 / (1 - optim.beta2)."""
 
 
 @dataclass(frozen=True)

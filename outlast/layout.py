@@ -115,10 +115,12 @@ def check(run: Run, there: int | None = None) -> None:
             fix="set parallel.sp too, or leave both out",
             key="parallel.sp_regather",
         )
+    if parallel.dp_compress != "none":
+        _check_compression(run)
     if there is not None and ranks(parallel) != there:
-        product = " x ".join(f"{axis}={size}" for axis, size in degrees(parallel).items())
+        product = " x ".join(f"{axis}={size}" for axis, size in degrees(parallel).items() if size > 1) or "of one rank"
         raise UsageError(
-            f"the layout {product} is for {ranks(parallel)} ranks, and {there} were started",
+            f"the layout {product} is for {ranks(parallel)} rank{'s' if ranks(parallel) > 1 else ''}, and {there} were started",
             fix=f"start {ranks(parallel)} (torchrun --nproc-per-node {ranks(parallel)}), or set degrees whose product is {there}",
             key=next(f"parallel.{axis}" for axis, size in reversed(degrees(parallel).items()) if size > 1 or axis == AXES[0]),
         )  # fmt: skip
@@ -144,6 +146,30 @@ def _check_tensor_parallel(model: Model, tp: int) -> None:
     else:
         return
     raise UsageError(f"cannot split {wrong} over tp={tp}", fix=why, key="parallel.tp")
+
+
+def _check_compression(run: Run) -> None:
+    """There must be copies to send to, and 1-bit must have AdamW's momentum to send, and steps to do it in."""
+    parallel, kind = run.parallel, run.parallel.dp_compress
+    if parallel.dp_replicate == 1:
+        sharded = "under full sharding gradients travel inside FSDP's reduce-scatter, which is not compressed: "
+        raise UsageError(
+            f"parallel.dp_compress is {kind}, and parallel.dp_replicate is 1: there are no copies to send gradients to",
+            fix=f"{sharded if parallel.dp_shard > 1 else ''}set parallel.dp_replicate to 2 or more, or leave parallel.dp_compress out",
+            key="parallel.dp_compress",
+        )
+    if kind == "onebit" and run.optim.name != "adamw":
+        raise UsageError(
+            f"parallel.dp_compress is onebit, and optim.name is {run.optim.name}: what 1-bit sends is AdamW's momentum",
+            fix="set optim.name to adamw, or parallel.dp_compress to bf16 or topk",
+            key="parallel.dp_compress",
+        )
+    if kind == "onebit" and parallel.dp_exact_steps >= run.train.steps:
+        raise UsageError(
+            f"the first {parallel.dp_exact_steps} steps are sent exactly, and the run has {run.train.steps}: none would be sent in 1 bit",
+            fix="lower parallel.dp_exact_steps, or leave parallel.dp_compress out",
+            key="parallel.dp_exact_steps",
+        )
 
 
 def _kv_fits(kv_heads: int, ranks: int) -> bool:
@@ -197,6 +223,11 @@ def chunk(size: int, ranks: int, rank: int) -> range:
     """The rows that FSDP2 gives a rank: all ranks the same number, rounded up, the last ones less or none."""
     each = -(-size // ranks)
     return range(min(rank * each, size), min((rank + 1) * each, size))
+
+
+def largest(share: float, elements: int) -> int:
+    """How many of a tensor's elements top-k sends: a share of them, rounded up."""
+    return math.ceil(share * elements)
 
 
 def passes(batch: int, micro_batch: int, ranks: int) -> int:

@@ -180,6 +180,7 @@ def _check_one(knob: Knob, given: Any) -> None:
             "> 0": ("more than 0", given > 0),
             ">= 0": ("0 or more", given >= 0),
             "[0, 1)": ("at least 0 and less than 1", 0 <= given < 1),
+            "(0, 1]": ("more than 0 and at most 1", 0 < given <= 1),
             "[0, 1]": ("from 0 to 1", 0 <= given <= 1),
         }[knob.within]
         wanted = "" if fits else words

@@ -130,9 +130,9 @@ class Keep(Watcher):
         self.training, self.kept = training, Kept()
         clip = loop.clip
 
-        def looked(parts, mesh, largest):
+        def looked(parts, mesh, largest, **more):
             self.kept.largest.append(gradients.norm(parts, mesh, math.inf))
-            return clip(parts, mesh, largest)
+            return clip(parts, mesh, largest, **more)
 
         self.looked = looked
 

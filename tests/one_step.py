@@ -72,11 +72,19 @@ def spread(run: Run) -> tuple[Mesh, Transformer, list[Part]]:
     return mesh, model, parts
 
 
-def gradients(run: Run, mesh: Mesh, model: Transformer, parts: list[Part], work: list[list[MicroBatch]]) -> float:
+def gradients(
+    run: Run,
+    mesh: Mesh,
+    model: Transformer,
+    parts: list[Part],
+    work: list[list[MicroBatch]],
+    over_copies: Callable | None = None,
+) -> float:
     """Make the gradients of a step; returns its loss, the mean over all that is learned.
 
     Args:
         work: for each data rank its micro-batches, as many for one as for another.
+        over_copies: what sums over `dp_replicate`, where an all-reduce does not.
     """
     if len(work) != mesh.data_ranks:
         raise AssertionError(f"work for {len(work)} data ranks, and there are {mesh.data_ranks}")
@@ -89,7 +97,7 @@ def gradients(run: Run, mesh: Mesh, model: Transformer, parts: list[Part], work:
         loss = model(*inputs(one, mesh))
         (loss / learned).backward()
         total += loss.detach()
-    complete(parts, mesh)
+    complete(parts, mesh, over_copies)
     return mesh.sum(total, alike=("tp",)).item() / learned
 
 

@@ -107,7 +107,7 @@ def test_a_layout_for_other_ranks_than_were_started(tmp_path, capsys, monkeypatc
         capsys,
         ["train", str(path), *runs.arguments(tmp_path, "--model.num-kv-heads", "2")[1:]],
         2,
-        "the layout dp_replicate=1 x dp_shard=1 x tp=2 is for 2 ranks, and 3 were started",
+        "the layout tp=2 is for 2 ranks, and 3 were started",
         "start 2 (torchrun --nproc-per-node 2), or set degrees whose product is 3",
         f"set in {path} [parallel] tp",
     )
@@ -146,6 +146,30 @@ def test_a_layout_for_other_ranks_than_were_started(tmp_path, capsys, monkeypatc
             "parallel.sp_regather is on, and parallel.sp is not: there is nothing gathered to gather again",
             "set parallel.sp too, or leave both out",
         ),
+        (
+            ["--parallel.dp-compress", "topk"],
+            "parallel.dp_compress is topk, and parallel.dp_replicate is 1: there are no copies to send gradients to",
+            "set parallel.dp_replicate to 2 or more, or leave parallel.dp_compress out",
+        ),
+        (
+            ["--parallel.dp-compress", "bf16", "--parallel.dp-shard", "2"],
+            "parallel.dp_compress is bf16, and parallel.dp_replicate is 1: there are no copies to send gradients to",
+            "under full sharding gradients travel inside FSDP's reduce-scatter, which is not compressed: "
+            "set parallel.dp_replicate to 2 or more, or leave parallel.dp_compress out",
+        ),
+        (
+            ["--parallel.dp-compress", "onebit", "--parallel.dp-replicate", "2", "--optim.name", "muon"],
+            "parallel.dp_compress is onebit, and optim.name is muon: what 1-bit sends is AdamW's momentum",
+            "set optim.name to adamw, or parallel.dp_compress to bf16 or topk",
+        ),
+        (
+            ["--parallel.dp-exact-steps", "10", "--parallel.dp-compress", "onebit", "--parallel.dp-replicate", "2"],
+            "the first 10 steps are sent exactly, and the run has 10: none would be sent in 1 bit",
+            "lower parallel.dp_exact_steps, or leave parallel.dp_compress out",
+        ),
+        (["--parallel.dp-topk", "0"], "parallel.dp_topk is 0.0", "it must be more than 0 and at most 1"),
+        (["--parallel.dp-topk", "1.01"], "parallel.dp_topk is 1.01", "it must be more than 0 and at most 1"),
+        (["--parallel.dp-exact-steps", "0"], "parallel.dp_exact_steps is 0", "it must be more than 0"),
     ],
 )
 def test_layouts_that_do_not_fit(tmp_path, capsys, knobs, what, fix):

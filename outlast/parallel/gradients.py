@@ -1,7 +1,7 @@
 """What a rank keeps of the parameters, and what is left to do once passes are over: sums of gradients, their norm."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -61,41 +61,63 @@ def let_go(model: nn.Module) -> None:
         model.reshard()
 
 
-def complete(parts: Iterable[Part], mesh: Mesh) -> None:
-    """Hand the model's gradients to the parts, summed over all ranks that have a piece of them."""
+def complete(parts: Sequence[Part], mesh: Mesh, over_copies: Callable[[Sequence[Part]], None] | None = None) -> None:
+    """Hand the model's gradients to the parts, summed over all ranks that have a piece of them.
+
+    Args:
+        parts: of the parameters.
+        mesh: the grid.
+        over_copies: sums those of some parts over `dp_replicate`, which comes last; None: exactly, by an all-reduce.
+    """
     for part in parts:
         grad, part.source.grad = part.source.grad, None
         part.parameter.grad = None if grad is None else local(grad)
     for axis in layout.SUMMED:
-        for bucket in _buckets([part for part in parts if axis in part.summed]):
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            mesh.axes[axis].all_reduce(flat)
-            for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(total.view_as(grad))
+        pieces = [part for part in parts if axis in part.summed]
+        if axis == "dp_replicate" and over_copies is not None:
+            over_copies(pieces)
+            continue
+        for bucket in buckets(pieces):
+            as_one(bucket, mesh.axes[axis].all_reduce)
 
 
-def _buckets(parts: Sequence[Part]) -> Iterator[list[Tensor]]:
-    """The gradients that travel together: small ones all at once, matrices a block at a time to bound the copy."""
+def as_one(bucket: Sequence[Part], work: Callable[[Tensor], object]) -> None:
+    """Have the gradients of some parts worked on, in place, as if they were one."""
+    grads = [part.parameter.grad for part in bucket if part.parameter.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    work(flat)
+    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def buckets(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """Those whose gradients travel together: small ones all at once, matrices a block at a time to bound the copy."""
     small = [part for part in parts if len(part.place.shape) == 1]
     matrices = [part for part in parts if len(part.place.shape) > 1]
     blocks = (list(block) for _, block in groupby(matrices, lambda part: part.name.split(".")[:2]))
     for bucket in (small, *blocks):
-        if grads := [part.parameter.grad for part in bucket if part.parameter.grad is not None]:
-            yield grads
+        if there := [part for part in bucket if part.parameter.grad is not None]:
+            yield there
 
 
-def norm(parts: Iterable[Part], mesh: Mesh, order: float = 2.0) -> float:
+def norm(parts: Iterable[Part], mesh: Mesh, order: float = 2.0, apart: bool = False) -> float:
     """The norm of all gradients as one vector, each element counted once whatever the layout.
 
     Args:
         parts: with their gradients complete.
         mesh: the grid.
         order: 2, or infinity for the largest element.
+        apart: the gradients are each copy's own share of a sum that is not taken. Told then is an upper bound of the
+            sum's norm, the root of the mean of the copies' squares: of R shares g_r, sqrt(mean |R g_r|^2) >= |sum g_r|
+            (Jensen's inequality). Of order 2 alone.
     """
+    copies = mesh.parallel.dp_replicate if apart else 1
     mine = [
         p.parameter.grad
         for p in parts
-        if p.parameter.grad is not None and p.place.elements and mesh.first_along(*p.alike)
+        if p.parameter.grad is not None
+        and p.place.elements
+        and mesh.first_along(*(axis for axis in p.alike if not (apart and axis == "dp_replicate")))
     ]
     norms = (
         torch.stack(torch._foreach_norm(mine, order)).double() if mine else torch.zeros(1, device=mesh.device).double()
@@ -103,4 +125,4 @@ def norm(parts: Iterable[Part], mesh: Mesh, order: float = 2.0) -> float:
     if order == math.inf:
         largest = norms.max()
         return (mesh.world.all_reduce(largest, largest=True) if mesh.world else largest).item()
-    return math.sqrt(mesh.sum(norms.square().sum()).item())
+    return math.sqrt(copies * mesh.sum(norms.square().sum()).item())

@@ -76,17 +76,19 @@ class StateBytes:
         weights, gradients, moments: of the parts it keeps.
         gathered: whole weights of embedding, output and one block, while a pass works with them; 0 where they are not
             shared by rows.
+        owed: what copies have not sent yet, where they send less than all.
     """
 
     weights: int
     gradients: int
     moments: int
     gathered: int = 0
+    owed: int = 0
 
     @property
     def total(self) -> int:
         """Their sum."""
-        return self.weights + self.gradients + self.moments + self.gathered
+        return self.weights + self.gradients + self.moments + self.gathered + self.owed
 
 
 def state(shape: Model, dtype: str, optimizer: str, parallel: Parallel = _ONE_RANK, rank: int = 0) -> StateBytes:
@@ -109,7 +111,18 @@ def state(shape: Model, dtype: str, optimizer: str, parallel: Parallel = _ONE_RA
     moments = 2 * count - (matrices if optimizer == "muon" else 0)
     block_numbers, rest_numbers = gathered_numbers(shape, parallel, rank)
     gathered = block_numbers * wide + rest_numbers * exact if layout.size(parallel, "shard") > 1 else 0
-    return StateBytes(count * exact, count * exact, moments * exact, gathered)
+    owed = count if parallel.dp_compress in ("topk", "onebit") else 0
+    if parallel.dp_compress == "onebit":
+        kept = (*list(block.values()) * shape.num_layers, *rest.values())
+        mine = layout.coordinates(parallel, rank)["dp_replicate"]
+        owed += sum(owned(part, parallel.dp_replicate, mine) for part in kept)
+    return StateBytes(count * exact, count * exact, moments * exact, gathered, owed * exact)
+
+
+def owned(part: Place, copies: int, rank: int) -> int:
+    """Elements in the rows of a part that one of the copies owns, where they travel as signs."""
+    rows = part.shape[0]
+    return part.elements // max(1, rows) * len(layout.chunk(rows, copies, rank))
 
 
 @dataclass(frozen=True)

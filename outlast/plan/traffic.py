@@ -10,6 +10,7 @@ from typing import Final
 
 from outlast import layout, settings
 from outlast.config import Parallel, Run
+from outlast.places import Place
 from outlast.plan import memory
 
 LOGITS_AT_ONCE: Final = 1 << 23
@@ -53,7 +54,9 @@ class _Transfer:
     times: int = 1
 
 
-def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0) -> Totals:
+def step(
+    run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0, number: int | None = None
+) -> Totals:
     """What one rank sends in a training step.
 
     Args:
@@ -61,13 +64,17 @@ def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int =
         sequences: in each of this rank's passes; 0 in those it makes only to keep up with the other data ranks.
         learned: targets learned in each of these passes, among the tokens that this rank has.
         rank: whose. Ranks differ by what they are fed, and where rows do not divide evenly.
+        number: of the step, from 1; None: one after those that are exact, where copies send signs.
     """
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
     for count, targets in zip(sequences, learned, strict=True):
         moved += _stream(run, count, targets, backward=True)
         moved += _attention(run, count, backward=True)
         moved += _shards(run, rank, forward=1, backward=1)
-    moved += _gradients(run, rank)
+    apart = run.parallel.dp_compress == "onebit" and (number is None or number > run.parallel.dp_exact_steps)
+    moved += _gradients(run, rank, apart)
+    if apart:
+        moved += _signs(run, rank)
     if run.optim.name == "muon":
         moved += _matrices(run, rank)
     return _added(run.parallel, moved)
@@ -196,24 +203,64 @@ def _shards(run: Run, rank: int, forward: int, backward: int) -> Iterator[_Trans
     yield _Transfer("shard", "reduce_scatter", rest * exact, backward)
 
 
-def _gradients(run: Run, rank: int) -> Iterator[_Transfer]:
-    """What is summed at the end of a step: over the ranks of each sum all vectors at once, and matrices a block at a time."""
-    _, exact = memory.widths(run.train.dtype)
+def _gradients(run: Run, rank: int, apart: bool) -> Iterator[_Transfer]:
+    """What is summed at the end of a step: over the ranks of each sum all vectors at once, and matrices a block at a time.
+
+    Args:
+        run: the settings.
+        rank: whose.
+        apart: the copies' gradients are not.
+    """
     layers = run.model.num_layers
     for axis in layout.SUMMED:
+        if apart and axis == "dp_replicate":
+            continue
         block, rest = (
             {name: part for name, part in parts.items() if axis in layout.summed(name, run.model, run.parallel)}
             for parts in memory.parts(run.model, run.parallel, rank)
         )
-        vectors = [part.elements for part in (*list(block.values()) * layers, *rest.values()) if len(part.shape) == 1]
-        matrices = [part.elements for part in block.values() if len(part.shape) > 1]
-        if vectors:
-            yield _Transfer(axis, "all_reduce", sum(vectors) * exact)
-        if matrices:
-            yield _Transfer(axis, "all_reduce", sum(matrices) * exact, layers)
+        vectors = [part for part in (*list(block.values()) * layers, *rest.values()) if len(part.shape) == 1]
+        matrices = [part for part in block.values() if len(part.shape) > 1]
+        yield from _bucket(run, axis, vectors, 1)
+        yield from _bucket(run, axis, matrices, layers)
         for part in rest.values():
             if len(part.shape) > 1:
-                yield _Transfer(axis, "all_reduce", part.elements * exact)
+                yield from _bucket(run, axis, [part], 1)
+
+
+def _bucket(run: Run, axis: str, parts: Sequence[Place], times: int) -> Iterator[_Transfer]:
+    """Gradients of n numbers in all, summed as one; over copies (R) as `dp_compress` says.
+
+    bf16: n filled up to R equal stretches, 2 bytes each, scattered and gathered: half of an all-reduce in float32.
+    topk: of every tensor its share, 4 bytes for the place and the number itself; what a rank sends grows with R - 1.
+    """
+    _, exact = memory.widths(run.train.dtype)
+    copies, kind = run.parallel.dp_replicate, run.parallel.dp_compress if axis == "dp_replicate" else "none"
+    count = sum(part.elements for part in parts)
+    if parts and kind == "bf16":
+        yield _Transfer(axis, "reduce_scatter", -(-count // copies) * copies * 2, times)
+        yield _Transfer(axis, "all_gather", -(-count // copies) * copies * 2, times)
+    elif parts and kind == "topk":
+        sent = sum(layout.largest(run.parallel.dp_topk, part.elements) for part in parts)
+        yield _Transfer(axis, "all_gather", copies * sent * (4 + exact), times)
+    elif parts:
+        yield _Transfer(axis, "all_reduce", count * exact, times)
+
+
+def _signs(run: Run, rank: int) -> Iterator[_Transfer]:
+    """What 1-bit sends over copies, each the owner of some rows of every tensor.
+
+    To every other copy the signs of its rows, eight a byte, and a scale a tensor; then to all those of what it made of
+    its own rows, filled up to as many as the first has.
+    """
+    _, exact = memory.widths(run.train.dtype)
+    block, rest = memory.parts(run.model, run.parallel, rank)
+    parts = [*list(block.values()) * run.model.num_layers, *rest.values()]
+    copies, mine = run.parallel.dp_replicate, layout.coordinates(run.parallel, rank)["dp_replicate"]
+    owned = [sum(memory.owned(part, copies, copy) for part in parts) for copy in range(copies)]
+    told = [-(-count // 8) + len(parts) * exact for count in owned]
+    yield _Transfer("dp_replicate", "all_to_all", sum(told) - told[mine])
+    yield _Transfer("dp_replicate", "all_gather", copies * told[0])
 
 
 def _matrices(run: Run, rank: int) -> Iterator[_Transfer]:

@@ -71,8 +71,7 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         ("run", f"{run.folder}  identity {identity_hash(settled.identity)}"),
         ("device", f"{device_name(settled.device)}, {many(torch.get_num_threads(), 'thread')}{' a rank' if ranks > 1 else ''}, {_peak(settled)}"),
         ("compute", f"{run.train.dtype} ({why[run.train.dtype]})"),
-        ("layout", " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees(run.parallel).items())
-                   + f" = {many(ranks, 'rank')}{_shared(run)}"),
+        ("layout", _layout(run)),
         ("data", f"{size(train_tokens, 'tokens')} to learn from, {size(held_tokens, 'tokens')} held out, {settled.tokenizer.name}{damaged}"),
         ("model", f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads of "
                   f"{shape.head_dim}, {size(sum(count.values()), 'parameters')}, all of them active"),
@@ -80,8 +79,10 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         ("memory", f"{size(state.total + kept + again)} a rank: weights {size(state.weights)}, gradients {size(state.gradients)}, "
                    f"moments {size(state.moments)}, activations {size(kept)}"
                    + (f", a block worked out again {size(again)}" if again else "")
-                   + (f", gathered weights {size(state.gathered)}" if state.gathered else "")),
+                   + (f", gathered weights {size(state.gathered)}" if state.gathered else "")
+                   + (f", owed to copies {size(state.owed)}" if state.owed else "")),
         *([("recompute", _recomputation(run))] if again else []),
+        *([("compression", _compression(run))] if run.parallel.dp_compress != "none" else []),
         *([("traffic", told_traffic(traffic.estimate(run)))] if ranks > 1 else []),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences{f' on each of {fed} ranks' if fed > 1 else ''}"),
@@ -114,19 +115,30 @@ def _recomputation(run: Run) -> str:
     return told + ", ".join(f"{kind} {size(number)}" for kind, number in kept.items())
 
 
-def _shared(run: Run) -> str:
-    """What else the layout's ranks share, and how."""
-    told = []
+def _layout(run: Run) -> str:
+    """The degrees, and what else the ranks share."""
+    degrees = (f"{axis} {degree}" for axis, degree in layout.degrees(run.parallel).items() if degree > 1)
+    told = [" x ".join(degrees) + f" = {layout.ranks(run.parallel)} ranks"]
     if run.parallel.sp:
         told.append("sequence parallel" + (", gathering again" if run.parallel.sp_regather else ""))
     if layout.size(run.parallel, "sequence") > 1:
-        of_each = traffic.tokens_here(run)
-        told.append(
-            f"{of_each} tokens of each sequence on a rank{' of ring and ulysses' if run.parallel.tp > 1 else ''}"
-        )
+        among = "a rank, or its tp, has" if run.parallel.tp > 1 else "a rank has"
+        told.append(f"{among} {traffic.tokens_here(run)} tokens of each sequence")
     if run.parallel.shard_sequence_ranks:
         told.append("which share weights too")
-    return "".join(f", {one}" for one in told)
+    return ", ".join(told) if layout.ranks(run.parallel) > 1 else "one rank"
+
+
+def _compression(run: Run) -> str:
+    """How copies send their gradients, and that the run is no longer the same under every layout."""
+    parallel = run.parallel
+    how = {
+        "bf16": "gradients rounded to bfloat16",
+        "topk": f"{parallel.dp_topk:.2%} of each gradient, the largest; the rest is sent later",
+        "onebit": f"exact for {many(parallel.dp_exact_steps, 'step')}, then momentum as signs and scales, the second moment "
+        "frozen; the norm told and clipped by is then an upper bound of the mean's",
+    }[parallel.dp_compress]
+    return f"dp_replicate sends {how}. The result depends on it, and on dp_replicate {parallel.dp_replicate}"
 
 
 def told_traffic(sent: Mapping[tuple[str, str], traffic.Traffic]) -> str:

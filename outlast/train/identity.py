@@ -53,6 +53,8 @@ def compare(run: Run, identity: dict[str, Any], saved: Saved | None) -> dict[str
         section = "data" if about_data else "train"
         if fixed or not getattr(run, section).allow_change:
             way_on = "" if fixed else f", or go on with the change: --{section}.allow-change"
+            if key == "parallel.dp_compress" and old in ("onebit", "topk"):
+                way_on += ", which lets go of what the copies have not sent yet"
             raise ResumeError(
                 f"the run in {folder} was begun with {key} = {old!r}, and this command has {new!r}",
                 fix=f"give this one another folder: --folder runs/NAME{way_on}",

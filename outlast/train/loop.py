@@ -62,7 +62,7 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
         StorageError: a record or a checkpoint could not be written.
     """
     run, mesh, model, last, begun = training.run, training.mesh, training.model, training.last_step, time.perf_counter()
-    batch = settings.batch_sequences(run)
+    batch, copies = settings.batch_sequences(run), training.optimizer.copies
     ending = Ending(batch * run.data.sequence_length)
     with stop_requests(alone=mesh.world is None) as requests:
         if training.step == 0:
@@ -85,14 +85,14 @@ def train(training: Training, watchers: Sequence[Watcher]) -> Ending:  # noqa: C
                 # Over the whole step's learned tokens, so that no micro-batch or rank weighs more than its tokens do.
                 (loss / max(1, work.learned)).backward()
                 total += loss.detach()
-            complete(training.parts, mesh)
-            norm = clip(training.parts, mesh, run.optim.clip)
+            complete(training.parts, mesh, copies.sums(step))
+            norm = clip(training.parts, mesh, run.optim.clip, apart=copies.apart(step))
             mean = mesh.sum(total, alike=("tp",)).item() / max(1, work.learned)
             for watcher in watchers:
                 watcher.gradients(step, mean, norm)
 
             lr = run.optim.lr * lr_factor(run.schedule, run.train.steps, step)
-            training.optimizer.step(lr)
+            training.optimizer.step(lr, step)
             training.step, training.position = step, work.stop
             ending.signal = agreed(requests, mesh)
 

@@ -13,6 +13,7 @@ from outlast.checkpoint.shards import Shard
 from outlast.config import Optim, Run, Schedule
 from outlast.model.loss import sum_dtype
 from outlast.parallel import matrices
+from outlast.parallel.copies import Copies
 from outlast.parallel.gradients import Part, norm
 from outlast.parallel.mesh import Mesh
 from outlast.places import Place
@@ -116,6 +117,39 @@ def orthogonal(matrix: Float[Tensor, "R C"]) -> Float[Tensor, "R C"]:
     return (x.T if matrix.shape[0] > matrix.shape[1] else x).to(matrix.dtype)
 
 
+@torch.no_grad()
+def frozen_step(
+    adamw: torch.optim.AdamW, step: int, copies: int, mean: Callable[[list[nn.Parameter], list[Tensor]], None]
+) -> None:
+    """AdamW when gradients are still each copy's own: the second moment stays as it is, the first is agreed upon.
+
+    A copy adds its own gradient to the momentum that all hold, m <- beta1 m + (1 - beta1) R g_r of R copies, and the mean
+    over the copies is what all hold next. The weights move by m / (1 - beta1^step) over sqrt(v / (1 - beta2^n)) + eps, v
+    being of n steps: the bias of the first moment goes on shrinking, that of the second is as it was. Nor by more than
+    Adam ever does, max(1, (1 - beta1) / sqrt(1 - beta2)) of the rate: a frozen v would let an element that had next to
+    no gradient while it was made go as far as the others' scale takes it.
+
+    Args:
+        adamw: with moments of exact steps; its own count stays n.
+        step: of the run, from 1.
+        copies: R.
+        mean: takes the mean over the copies, in place, of a value for each of some parameters.
+
+    Source: Tang et al. 2021 (arXiv 2102.02888) algorithm 1; the bound, Kingma and Ba 2014 (arXiv 1412.6980) section 2.1.
+    """
+    rows = [(group, p, adamw.state[p]) for group in adamw.param_groups for p in group["params"] if p.grad is not None]
+    for group, parameter, kept in rows:
+        beta1, _ = group["betas"]
+        kept["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=(1 - beta1) * copies)
+    mean([parameter for _, parameter, _ in rows], [kept["exp_avg"] for _, _, kept in rows])
+    for group, parameter, kept in rows:
+        beta1, beta2 = group["betas"]
+        deviation = (kept["exp_avg_sq"] / (1 - beta2 ** kept["step"].item())).sqrt_().add_(group["eps"])
+        most = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_((kept["exp_avg"] / (1 - beta1**step)).div_(deviation).clamp_(-most, most).mul_(group["lr"]))
+
+
 class Optimizer:
     """The optimizers of a run as one. Each rank updates the parts it keeps.
 
@@ -123,6 +157,9 @@ class Optimizer:
         parts: of the parameters.
         run: its [optim] knobs, and its layout.
         mesh: the grid.
+
+    Attributes:
+        copies: how copies of the model sum their gradients. What they owe one another is part of the state.
     """
 
     def __init__(self, parts: Sequence[Part], run: Run, mesh: Mesh) -> None:
@@ -130,6 +167,7 @@ class Optimizer:
         self.groups = groups({part.name: part.parameter for part in parts}, optim)
         self.parts: dict[Tensor, Part] = {part.parameter: part for part in parts}
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.copies = Copies(parts, run, mesh)
 
         def on_whole(work: Callable[[Tensor], Tensor], mine: list[Tensor], of: list[nn.Parameter]) -> list[Tensor]:
             return matrices.on_whole(work, mine, [self.parts[parameter] for parameter in of], run, mesh)
@@ -146,17 +184,28 @@ class Optimizer:
             elif mine:
                 self.optimizers.append(Muon(mine, optim.lr, optim.momentum, optim.weight_decay, on_whole))
 
-    def step(self, lr: float) -> None:
-        """Update the weights by their gradients, and forget these."""
+    def step(self, lr: float, step: int = 0) -> None:
+        """Update the weights by their gradients, and forget these.
+
+        Args:
+            lr: learning rate.
+            step: its number, from 1, by which copies know how they sum their gradients.
+        """
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            optimizer.step()
+            if self.copies.apart(step) and isinstance(optimizer, torch.optim.AdamW):
+                frozen_step(optimizer, step, self.copies.size, self._mean)
+            else:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+    def _mean(self, parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+        self.copies.mean([self.parts[parameter] for parameter in parameters], values)
+
     def state(self) -> dict[str, Shard]:
-        """The rank's parts of moments, and step counts, by `optim.PARAMETER.WHICH`."""
-        return {
+        """The rank's parts of moments, and step counts, by `optim.PARAMETER.WHICH`; and of what copies owe."""
+        return self.copies.state() | {
             f"optim.{part.name}.{which}": Shard(tensor, part.place if tensor.dim() else Place((), (), ()))
             for optimizer in self.optimizers
             for parameter, kept in optimizer.state.items()
@@ -168,8 +217,9 @@ class Optimizer:
         """Make the tensors of a saved state, to be loaded into, and take them as the state.
 
         Args:
-            shapes: of a checkpoint's whole tensors by name, others than `optim.` passed over.
+            shapes: of a checkpoint's whole tensors by name, others than `optim.` and `owed.` passed over.
         """
+        self.copies.make_room(shapes)
         for optimizer in self.optimizers:
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
                 part = self.parts[parameter]
@@ -183,13 +233,20 @@ class Optimizer:
                 }
 
 
-def clip(parts: Sequence[Part], mesh: Mesh, largest: float) -> float:
+def clip(parts: Sequence[Part], mesh: Mesh, largest: float, apart: bool = False) -> float:
     """Scale all gradients so that their global 2-norm is at most `largest` (0: leave them).
+
+    Args:
+        parts: with their gradients.
+        mesh: the grid.
+        largest: norm to leave.
+        apart: gradients are still each copy's own: the bound that :func:`outlast.parallel.gradients.norm` then tells is
+            taken for the norm.
 
     Returns:
         The norm before.
     """
-    before = norm(parts, mesh)
+    before = norm(parts, mesh, apart=apart)
     scale = largest / (before + 1e-6) if largest else 1.0
     if scale < 1:
         torch._foreach_mul_([part.parameter.grad for part in parts if part.parameter.grad is not None], scale)

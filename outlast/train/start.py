@@ -260,6 +260,7 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
         if saved:
             optimizer.make_room(store.contents(saved))
             kept.load(saved, tensors(parts, optimizer))
+            optimizer.copies.settle()
         elif run.model.weights:
             weights = ((part.name, part.parameter.detach(), part.place) for part in parts)
             hf.load(model, Path(run.model.weights), weights)

@@ -91,7 +91,8 @@ class Counted(Watcher):
             [len(one.positions_B) for one in work.batches],
             [learned_here(one, self.training.mesh) for one in work.batches],
         )
-        for (axis, _), one in traffic.step(self.training.run, sequences, learned, self.training.mesh.rank).items():
+        said = traffic.step(self.training.run, sequences, learned, self.training.mesh.rank, step)
+        for (axis, _), one in said.items():
             self.formula[axis] += one.bytes
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:

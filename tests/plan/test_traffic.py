@@ -20,6 +20,7 @@ from outlast.parallel.inputs import inputs, learned_here
 from outlast.parallel.matrices import on_whole
 from outlast.plan import memory, traffic
 from outlast.plan.traffic import Traffic
+from outlast.train.optimizer import Optimizer
 
 TINY = replaced(
     Run(),
@@ -166,6 +167,52 @@ def test_ulysses_sends_less_the_more_ranks_there_are_and_a_ring_does_not():
         assert sent(ring=n)["shift"] == 2 * stream * (n - 1) // n
 
 
+def test_copies_that_send_less_by_hand():
+    # Two blocks of 168 numbers in matrices, embedding 40, norms 20: none divides by 3 but 168; 41 is 40 filled up, 21 20.
+    run = run_of(dp_replicate=3)
+
+    def sent(number=None, rank=0, **knobs):
+        told = replaced(run, {f"parallel.{name}": value for name, value in knobs.items()})
+        return {op: one for (axis, op), one in traffic.step(told, [], [], rank, number).items() if axis != "world"}
+
+    halves = 2 * (2 * 168 * 2 // 3) + 2 * 42 * 2 // 3 + 2 * 21 * 2 // 3
+    assert sent(dp_compress="bf16") == {op: Traffic(4, halves) for op in ("reduce_scatter", "all_gather")}
+    # A tenth, rounded up: of q, k, v, o, gate, up, down of 24 each 3, so 21 a block; of the embedding 4; of five norms of
+    # 4 one each. Each 4 + 4 bytes, to two others.
+    numbers = 2 * 21 + 4 + 5
+    assert sent(dp_compress="topk", dp_topk=0.1) == {"all_gather": Traffic(4, 2 * numbers * 8)}
+    # Rows: of 6 (q, k, v, gate, up) 2 each; of 4 (o, down; the norms) 2, 2, none; of 10 (embedding) 4, 4, 2.
+    # The first two own 5 x 2 x 4 + 2 x 2 x 6 = 64 numbers a block, and 16 + 5 x 2 outside: 154, 20 bytes of signs. The last
+    # 5 x 2 x 4 = 40 and 8: 88, 11 bytes. With 20 scales of 4 bytes: 100, 100, 91.
+    for rank, others in ((0, 191), (1, 191), (2, 200)):
+        assert sent(rank=rank, dp_compress="onebit") == {
+            "all_to_all": Traffic(1, others),
+            "all_gather": Traffic(1, 200),
+        }
+    exact = sent()
+    assert sent(100, dp_compress="onebit") == exact
+    assert sent(101, dp_compress="onebit") == sent(dp_compress="onebit")
+    assert set(exact) == {"all_reduce"}
+
+
+def test_signs_take_a_thirty_second_of_an_all_reduce():
+    wide = run_of(
+        dp_replicate=2,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        vocab_size=4096,
+    )
+    exact, signs, half = (
+        traffic.total(traffic.estimate(replaced(wide, {"parallel.dp_compress": how})), "dp_replicate")
+        for how in ("none", "onebit", "bf16")
+    )
+    assert 31.9 < exact / signs < 32
+    assert exact == 2 * half
+
+
 def test_muon_by_hand():
     # By size: q, k, v, o of 4 x 4, down 4 x 6, gate and up 6 x 4; of each this rank has half. Two at a time, one on each
     # rank: half of what is worked on elsewhere goes there, and half of what is worked on here goes back.
@@ -270,6 +317,11 @@ COUNTED = {
     "ring and ulysses share weights": (4, {"ring": 2, "ulysses": 2, "shard_sequence_ranks": True, "tie_embeddings": False}),
     "ring and shards": (4, {"ring": 2, "dp_shard": 2, "optimizer": "muon"}),
     "ring and shards share weights": (4, {"ring": 2, "dp_shard": 2, "shard_sequence_ranks": True, "optimizer": "muon"}),
+    "copies in 16 bits": (3, {"dp_replicate": 3, "dp_compress": "bf16", "qkv_bias": True}),
+    "largest over shards": (4, {"dp_replicate": 2, "dp_shard": 2, "dp_compress": "topk", "dp_topk": 0.03, "tie_embeddings": False}),
+    "signs over tp": (4, {"dp_replicate": 2, "tp": 2, "sp": True, "dp_compress": "onebit", "qk_norm": True}),
+    "signs of three": (3, {"dp_replicate": 3, "dp_compress": "onebit", "vocab_size": 5}),
+    "signs over shards": (4, {"dp_replicate": 2, "dp_shard": 2, "dp_compress": "onebit"}),
     "sp and shards": (4, {"tp": 2, "sp": True, "dp_shard": 2, "optimizer": "muon", "tie_embeddings": False}),
     "tp, full": (2, {"tp": 2, "mlp_bias": True, "recompute": "full"}),
     "tp, full, dropout": (2, {"tp": 2, "recompute": "full", "recompute_layers": 1, "dropout": 0.1, "dtype": "bfloat16"}),
@@ -283,6 +335,10 @@ COUNTED = {
     "ulysses and sp, attention": (4, {"ulysses": 2, "tp": 2, "sp": True, "recompute": "attention"}),
     "3 shards, full": (3, {"dp_shard": 3, "recompute": "full", "dropout": 0.1, "dtype": "bfloat16"}),
 }  # fmt: skip
+
+
+NUMBER = 1000
+"""Of the step: long after those that 1-bit sends exactly."""
 
 
 def batch_of(run, sequences, learned):
@@ -309,7 +365,12 @@ def counted(run, fed):
     model.train()
     for one in batches:
         model(*one).backward()
-    complete(parts, grid)
+    optimizer = Optimizer(parts, run, grid)
+    copies = optimizer.copies
+    complete(parts, grid, copies.sums(NUMBER))
+    if copies.apart(NUMBER):
+        grads = [part.parameter.grad for part in parts]
+        copies.mean(parts, grads)
     if run.optim.name == "muon":
         hidden = [part for part in parts if part.name.startswith("layers.") and len(part.place.shape) == 2]
         on_whole(lambda matrix: matrix, [part.parameter.grad for part in hidden], hidden, run, grid)

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.comm.compress import decoded, encoded
 from outlast.config import Model, Optim, Parallel, Run, Schedule
 from outlast.model.transformer import Transformer
 from outlast.parallel.gradients import Part, parts
 from outlast.parallel.mesh import Mesh
 from outlast.places import Place
-from outlast.train.optimizer import Muon, Optimizer, clip, groups, lr_factor, orthogonal
+from outlast.train.optimizer import Muon, Optimizer, clip, frozen_step, groups, lr_factor, orthogonal
 
 SHAPE = replace(
     Model(), vocab_size=11, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
@@ -65,6 +66,47 @@ def test_adamw_by_hand():
         x = x * (1 - lr * 0.1) - lr * (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.95**t)) + 1e-8)
         assert weight.item() == pytest.approx(x, rel=1e-14)
         assert weight.grad is None
+
+
+def adamw_after(gradients):
+    """AdamW at rate 0.1 after steps with these gradients, and its parameter."""
+    weight = torch.nn.Parameter(torch.zeros(gradients.shape[1:], dtype=torch.float64))
+    adamw = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.5)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        adamw.step()
+    return adamw, weight
+
+
+def test_a_frozen_step_by_hand():
+    """The third step of three copies, where the others' momenta come to half of this one's: all in plain numbers."""
+    adamw, weight = adamw_after(torch.tensor([[2.0], [-1.0]], dtype=torch.float64))
+    x, m = weight.item(), 0.9 * (0.1 * 2) - 0.1
+    v = 0.95 * (0.05 * 4) + 0.05
+    weight.grad = torch.full_like(weight, 0.25)
+    frozen_step(adamw, 3, 3, lambda _, values: [one.mul_(0.5) for one in values])
+    unit = math.sqrt(v / (1 - 0.95**2)) + 1e-8
+    m = (0.9 * m + 0.1 * 3 * 0.25) / 2
+    x = x * (1 - 0.1 * 0.5) - 0.1 * m / (1 - 0.9**3) / unit
+    state = adamw.state[weight]
+    assert weight.item() == pytest.approx(x, rel=1e-14)
+    assert state["exp_avg"].item() == pytest.approx(m, rel=1e-14)
+    assert state["exp_avg_sq"].item() == pytest.approx(v, rel=1e-14)
+    assert state["step"].item() == 2
+
+
+def test_a_frozen_step_goes_no_further_than_adam_does():
+    """Signs give an element that had no gradient the scale of all."""
+    draw = torch.Generator().manual_seed(0)
+    gradients = torch.randn(20, 1000, generator=draw, dtype=torch.float64)
+    gradients[:, 7] = 0
+    adamw, weight = adamw_after(gradients)
+    before = weight.detach().clone()
+    weight.grad = torch.randn(1000, generator=draw, dtype=torch.float64)
+    frozen_step(adamw, 21, 2, lambda _, values: values[0].copy_(decoded(encoded(values), values)[0]))
+    moved = weight - before * (1 - 0.1 * 0.5)
+    assert abs(moved[7].item()) == pytest.approx(0.1, rel=1e-12)
+    assert 0.01 < moved.abs().median().item() < 0.05
 
 
 def test_muon_by_singular_values():
