@@ -10,13 +10,9 @@ from outlast.errors import UsageError
 
 
 def test_neighbours_on_the_grid():
-    grid = Parallel(dp_replicate=2, dp_shard=3, tp=2)
-    assert [layout.coordinates(grid, rank) for rank in (0, 1, 2, 11)] == [
-        {"dp_replicate": 0, "dp_shard": 0, "tp": 0},
-        {"dp_replicate": 0, "dp_shard": 0, "tp": 1},
-        {"dp_replicate": 0, "dp_shard": 1, "tp": 0},
-        {"dp_replicate": 1, "dp_shard": 2, "tp": 1},
-    ]
+    grid = Parallel(dp_replicate=2, dp_shard=3, ring=2, ulysses=2, tp=2)
+    told = [tuple(layout.coordinates(grid, rank)[axis] for axis in layout.AXES) for rank in (0, 1, 2, 4, 8, 47)]
+    assert told == [(0, 0, 0, 0, 0), (0, 0, 0, 0, 1), (0, 0, 0, 1, 0), (0, 0, 1, 0, 0), (0, 1, 0, 0, 0), (1, 2, 1, 1, 1)]
 
 
 @given(st.integers(0, 100), st.integers(0, 64), st.integers(1, 9))

@@ -44,7 +44,9 @@ def compare(run: Run, identity: dict[str, Any], saved: Saved | None) -> dict[str
         raise ResumeError(
             "the run's identity is damaged", fix="remove the file: the checkpoints have it too", where=str(path)
         )
-    now = json.loads(json.dumps(identity))
+    # A knob that there was not when the run was begun does by default what was done then.
+    defaults = {knob.key: knob.default for knob in config.knobs() if knob.result}
+    before, now = (json.loads(json.dumps(told)) for told in (defaults | before, identity))
     changed = {key: [before.get(key), now.get(key)] for key in before | now if before.get(key) != now.get(key)}
     for key, (old, new) in changed.items():
         about_data = key.startswith("data.") or key in ("corpus", "tokenizer", "train.seed")

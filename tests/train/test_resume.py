@@ -1,5 +1,6 @@
 """Resume: a run cut at any step, however it was left, ends bit for bit as one that was not."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -117,3 +118,13 @@ def test_left_by_a_signal(tmp_path, number):
         for name in ("run", "straight")
     ]
     assert fed[0] == fed[1]
+
+
+def test_a_run_begun_before_a_knob_was_there_goes_on(tmp_path):
+    assert runs.train(tmp_path, "--train.stop-at", "2") == 0
+    path = tmp_path / "run" / "identity.json"
+    identity = json.loads(path.read_text())
+    del identity["knobs"]["parallel.dp_compress"]
+    path.write_text(json.dumps(identity))
+    assert runs.train(tmp_path, "--train.stop-at", "3") == 0
+    assert runs.train(tmp_path, "--parallel.dp-compress", "bf16", "--parallel.dp-replicate", "2") == 2
