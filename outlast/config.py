@@ -226,6 +226,10 @@ class Parallel:
     """Megatron sequence parallelism: norms, dropout and the residual stream, too, are shared by the `tp` ranks, by position."""
     sp_regather: bool = free(False)
     """Under `sp`, gather the inputs of the products again in the backward pass rather than keep them whole: less memory, a quarter more bytes."""
+    overlap: int = free(0, ">= 0", most=1 << 16)
+    """Under `sp`, into how many pieces the gathered stream is cut, to travel under the products: as many of each rank's stretch, rounded up. 1: one, nothing overlaps. 0: the fastest, measured at the start."""
+    tp_compress: Literal["none", "bf16", "int8"] = result("none")
+    """How activations and their gradients travel over `tp`: as they are, in bfloat16, or in 8 bits with a float32 scale a token. Rounds them, so it bears on the result."""
 
 
 @dataclass(frozen=True)

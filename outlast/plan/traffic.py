@@ -44,13 +44,14 @@ Totals = dict[tuple[str, str], Traffic]
 class _Transfer:
     """Equal collectives: `size` is the bytes of the whole tensor that each reduces, gathers or scatters.
 
-    Of an all-to-all, whose parts are of any size, it is what this rank sends to others.
+    Of an all-to-all, whose parts are of any size, it is what this rank sends to others; of another, where `uneven`.
     """
 
     axis: str
     op: str
     size: int
     times: int = 1
+    uneven: bool = False
 
 
 def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0) -> Totals:
@@ -64,7 +65,7 @@ def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int =
     """
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
     for count, targets in zip(sequences, learned, strict=True):
-        moved += _stream(run, count, targets, backward=True)
+        moved += _stream(run, count, targets, rank, backward=True)
         moved += _shards(run, rank, forward=1, backward=1)
     moved += _gradients(run, rank)
     if run.optim.name == "muon":
@@ -76,7 +77,7 @@ def evaluation(run: Run, sequences: Sequence[int], learned: Sequence[int], rank:
     """What one rank sends in an evaluation: passes forward, and the sum of its losses. Arguments as of :func:`step`."""
     moved = [_Transfer("world", "all_reduce", 8 * 2)]
     for count, targets in zip(sequences, learned, strict=True):
-        moved += _stream(run, count, targets, backward=False)
+        moved += _stream(run, count, targets, rank, backward=False)
     moved += _shards(run, rank, forward=len(sequences), backward=0)
     return _added(run.parallel, moved)
 
@@ -111,12 +112,12 @@ def _added(parallel: Parallel, moved: Iterable[_Transfer]) -> Totals:
         if ranks[one.axis] == 1 or not one.times:
             continue
         before = totals.get((one.axis, one.op), Traffic(0, 0))
-        each = one.size if one.op == "all_to_all" else layout.sent(one.op, one.size, ranks[one.axis])
+        each = one.size if one.uneven or one.op == "all_to_all" else layout.sent(one.op, one.size, ranks[one.axis])
         totals[one.axis, one.op] = Traffic(before.calls + one.times, before.bytes + one.times * each)
     return totals
 
 
-def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Transfer]:
+def _stream(run: Run, count: int, targets: int, rank: int, backward: bool) -> Iterator[_Transfer]:
     """A pass over `tp`: the residual stream and its gradient, and what the parts of the vocabulary tell each other.
 
     Embedding, attention and feed-forward each leave a summand of the stream on every rank, and attention, feed-forward
@@ -127,14 +128,21 @@ def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Tra
     Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4.2.2.
     """
     wide, exact = memory.widths(run.train.dtype)
-    layers, whole = run.model.num_layers, count * run.data.sequence_length * run.model.hidden_size * wide
+    layers, tokens, code = run.model.num_layers, count * run.data.sequence_length, run.parallel.tp_compress
+    row = layout.row_bytes(run.model.hidden_size, wide, code)
+    whole = tokens * row
     entering, leaving = 2 * layers + 1, 1 + 2 * layers  # the blocks', and the loss; the embedding, and the blocks'
     if run.parallel.sp:
         again = 2 * layers if run.parallel.sp_regather else 0
         yield _Transfer("tp", "all_gather", whole, entering + (leaving + again if backward else 0))
         yield _Transfer("tp", "reduce_scatter", whole, leaving + (entering if backward else 0))
-    else:
+    elif code == "none":
         yield _Transfer("tp", "all_reduce", whole, leaving + (entering if backward else 0))
+    else:  # each rank sums its share of the tokens, and hands it out
+        tp, times = run.parallel.tp, leaving + (entering if backward else 0)
+        mine = len(layout.share(0, tokens, tp, layout.coordinates(run.parallel, rank)["tp"]))
+        yield _Transfer("tp", "reduce_scatter", (tokens - mine) * row, times, uneven=True)
+        yield _Transfer("tp", "all_gather", (tp - 1) * mine * row, times, uneven=True)
     # The log-sum-exp of each rank's logits, and the target's where it has it; so many tokens at a time as fit the rank
     # with the largest part of the vocabulary.
     rows = max(FEWEST_ROWS, LOGITS_AT_ONCE // len(layout.share(0, run.model.vocab_size, run.parallel.tp, 0)))
