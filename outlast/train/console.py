@@ -97,9 +97,14 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
 
 
 def _sequence_parallel(run: Run) -> str:
-    if run.parallel.tp == 1 or not run.parallel.sp:
-        return ""
-    return ", sequence parallel" + (", gathering again" if run.parallel.sp_regather else "")
+    told = ""
+    if run.parallel.tp > 1 and run.parallel.sp:
+        told = ", sequence parallel" + (", gathering again" if run.parallel.sp_regather else "")
+        many_pieces = {0: ", pieces to be measured", 1: ", in one piece"}
+        told += many_pieces.get(run.parallel.overlap, f", in {run.parallel.overlap} pieces")
+    if run.parallel.tp_compress != "none":
+        told += f", activations rounded to {run.parallel.tp_compress} over tp"
+    return told
 
 
 def told_traffic(sent: Mapping[tuple[str, str], traffic.Traffic]) -> str:
