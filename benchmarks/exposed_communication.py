@@ -46,9 +46,9 @@ from outlast.train.optimizer import Optimizer, clip
 GOAL: Final = 0.25
 GOALS: Final = (f"exposed seconds, overlapped over waited for, at most {GOAL}",)
 SHAPE: Final = Model(
-    vocab_size=512, hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64
+    vocab_size=512, hidden_size=512, intermediate_size=1408, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=64
 )
-TOKENS: Final = 512
+TOKENS: Final = 256
 """Positions of a sequence; a step has one for all ranks of `tp`, or one for each of `dp_shard`."""
 RATE: Final = "tc qdisc replace dev eth0 root tbf rate {rate}bit burst {burst} latency 500ms"
 

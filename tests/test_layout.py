@@ -55,6 +55,19 @@ def test_what_does_not_divide_is_refused_with_what_does():
     assert refused(parallel__sp_regather=True).key == "parallel.sp_regather"
 
 
+def test_what_does_not_travel_is_neither_cut_nor_rounded():
+    error = refused(parallel__tp=2, parallel__overlap=4)
+    assert error.what == "parallel.overlap is 4, and parallel.sp is not on: nothing is gathered for products to overlap with"
+    assert error.key == "parallel.overlap"
+    layout.check(config.replaced(Run(), {"parallel.overlap": 1}))
+    error = refused(parallel__tp_compress="int8")
+    assert error.what == "parallel.tp_compress is int8, and parallel.tp is 1: no activations travel"
+    error = refused(parallel__tp=2, parallel__tp_compress="bf16", train__dtype="bfloat16")
+    assert error.what == "parallel.tp_compress is bf16, and activations are bfloat16 already"
+    assert error.key == "parallel.tp_compress"
+    layout.check(config.replaced(Run(), {"parallel.tp": 2, "parallel.tp_compress": "int8", "train.dtype": "bfloat16"}))
+
+
 def test_a_key_value_group_is_never_torn():
     """cases: verl#1226, DeepSpeed#4674, torchtitan#2574."""
     error = refused(parallel__tp=2, model__num_heads=6, model__num_kv_heads=3)

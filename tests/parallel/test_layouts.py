@@ -26,6 +26,7 @@ FAST = [
     ("tp 2", "sgd"),
     ("tp 4 + sp", ""),
     ("tp 2 + sp x dp_shard 2", "sgd"),
+    ("tp 2 + sp, regather, overlap", "sgd"),
 ]
 ONE_HEAD = {"model__num_kv_heads": 1}
 UNTIED = {"model__tie_embeddings": False}
