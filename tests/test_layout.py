@@ -57,7 +57,10 @@ def test_what_does_not_divide_is_refused_with_what_does():
 
 def test_what_does_not_travel_is_neither_cut_nor_rounded():
     error = refused(parallel__tp=2, parallel__overlap=4)
-    assert error.what == "parallel.overlap is 4, and parallel.sp is not on: nothing is gathered for products to overlap with"
+    assert (
+        error.what
+        == "parallel.overlap is 4, and parallel.sp is not on: nothing is gathered for products to overlap with"
+    )
     assert error.key == "parallel.overlap"
     layout.check(config.replaced(Run(), {"parallel.overlap": 1}))
     error = refused(parallel__tp_compress="int8")

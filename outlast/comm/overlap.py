@@ -35,6 +35,7 @@ class GatherMultiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, stream: Stream, regather: bool, count: int, *weights_and_biases: Any
     ) -> tuple[Tensor, ...]:
+        """Multiply each piece as it comes."""
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
         ctx.stream, ctx.regather, ctx.shape = stream, regather, x.shape
         ctx.biased = [bias is not None for bias in biases]
@@ -47,6 +48,7 @@ class GatherMultiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Send each piece of the input's gradient as it is made, and make the weights' under what is on its way."""
         kept, *weights = ctx.saved_tensors
         again = ctx.stream.gather(kept.flatten(0, 1)) if ctx.regather else None
         flat = [grad.flatten(0, 1) for grad in grads]
@@ -70,6 +72,7 @@ class MultiplyScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stream: Stream) -> Tensor:
+        """Send each piece as it is made."""
         ctx.stream, ctx.shape = stream, x.shape
         ctx.save_for_backward(x, weight)
         flat = x.flatten(0, 1)
@@ -80,15 +83,16 @@ class MultiplyScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Multiply each piece of the gradient as it comes, this rank's own by both factors."""
         x, weight = ctx.saved_tensors
         gathering, flat = ctx.stream.gather(grads[0].flatten(0, 1)), x.flatten(0, 1)
-        of_x, of_weight = torch.empty_like(flat), None
-        for rows in gathering:
+        of_x, of_weight, own = torch.empty_like(flat), torch.empty_like(weight), gathering.own
+        for i, rows in enumerate(gathering):
             torch.mm(gathering.whole[rows], weight, out=of_x[rows])
-            if of_weight is None:  # under the first transfers
-                of_weight = gathering.whole[gathering.own].T @ flat[gathering.own]
+            if i == 0:  # under the first transfers
+                torch.mm(gathering.whole[own].T, flat[own], out=of_weight)
         for stretch in ctx.stream.others(flat.shape[0]):
-            of_weight = torch.addmm(of_weight, gathering.whole[stretch].T, flat[stretch], out=of_weight)
+            of_weight.addmm_(gathering.whole[stretch].T, flat[stretch])
         return of_x.view(ctx.shape), of_weight, None
 
 

@@ -229,7 +229,7 @@ class Scattering:
         self._leaving += [(sent, ()) for _, sent in outward]
 
     def total(self) -> Shaped[Tensor, "M E"]:
-        """This rank's stretch of the sum, once it is there: in rank order, 16-bit types in float32."""
+        """The rank's stretch of the sum, once it is there: in rank order, 16-bit types in float32."""
         if self._summed:
             return self._out
         axis, device, n = self._stream.axis, self.whole.device, self._stream.axis.size

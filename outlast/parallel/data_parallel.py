@@ -14,6 +14,7 @@ Source: Rajbhandari et al. 2020 (arXiv 1910.02054) stage 3.
 import functools
 import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class _UnderWay(dist.Work):
         super().__init__()
         self.gathering = gathering
 
-    def wait(self, *_: Any) -> bool:
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
         self.gathering.finish()
         return True
 
@@ -114,12 +115,10 @@ class _ReduceScatter(_Transfer, ReduceScatter):
             return
         if self._first_pass():
             self.gradient = output_tensor
-            scattering = self.stream.scatter(input_tensor, output_tensor).at_once()
-            end = scattering.total
+            end = functools.partial(_sum_into, self.stream.scatter(input_tensor, output_tensor).at_once(), None)
         else:
             output_tensor.zero_()
-            scattering, gradient = self.stream.scatter(input_tensor).at_once(), self.gradient
-            end = functools.partial(_add_to, gradient, scattering)
+            end = functools.partial(_sum_into, self.stream.scatter(input_tensor).at_once(), self.gradient)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _first_pass(self) -> bool:
@@ -127,5 +126,7 @@ class _ReduceScatter(_Transfer, ReduceScatter):
         return group is None or all(one.sharded_param.grad is None for one in group.fsdp_params)
 
 
-def _add_to(gradient: Tensor, scattering: Scattering) -> None:
-    gradient.add_(scattering.total())
+def _sum_into(scattering: Scattering, gradient: Tensor | None) -> None:
+    total = scattering.total()
+    if gradient is not None:
+        gradient.add_(total)

@@ -59,7 +59,9 @@ def expected(n, batch, length, dtype, biased):
     whole = drawn(n, batch, length, d, **wide).view(n * batch, length, d).double().requires_grad_()
     per_rank, grads = [], []
     for rank in range(n):
-        weights = [drawn(w, d, seed=10 + rank + 100 * i, **wide).double().requires_grad_() for i, w in enumerate(widths)]
+        weights = [
+            drawn(w, d, seed=10 + rank + 100 * i, **wide).double().requires_grad_() for i, w in enumerate(widths)
+        ]
         biases = [drawn(w, seed=20 + rank, **wide).double().requires_grad_() if biased else None for w in widths]
         products = [F.linear(whole, *both) for both in zip(weights, biases, strict=True)]
         given = [drawn(*product.shape, seed=30 + rank, **wide).double() for product in products]
@@ -78,9 +80,7 @@ def expected(n, batch, length, dtype, biased):
         stretch = slice(rank * batch, (rank + 1) * batch)
         products, others = per_rank[rank]
         of_weight = of_total.flatten(0, 1).T @ xs[rank].flatten(0, 1)
-        told.append(
-            [*products, of_stream[stretch], *others, total[stretch], of_total @ weights[rank], of_weight]
-        )
+        told.append([*products, of_stream[stretch], *others, total[stretch], of_total @ weights[rank], of_weight])
     return told
 
 
@@ -94,7 +94,9 @@ SIZES = [(2, 37), (1, 8), (0, 16), (3, 64)]
 
 
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-@pytest.mark.parametrize(("n", "biased", "regather"), [(2, True, False), (2, False, True), (3, True, True), (4, False, False)])
+@pytest.mark.parametrize(
+    ("n", "biased", "regather"), [(2, True, False), (2, False, True), (3, True, True), (4, False, False)]
+)
 def test_pieces_equal_one_process_and_change_no_bit(ranks, n, biased, regather, dtype):
     # In bfloat16 the library takes another kernel for few rows; in the others, at these widths, it does not.
     bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]

@@ -19,7 +19,13 @@ def back(code, rows):
     return into, sent.numel() * sent.element_size()
 
 
-@given(st.integers(0, 5), st.integers(1, 33), st.integers(-30, 30), st.sampled_from((torch.float32, torch.float64)), st.integers(0, 99))
+@given(
+    st.integers(0, 5),
+    st.integers(1, 33),
+    st.integers(-30, 30),
+    st.sampled_from((torch.float32, torch.float64)),
+    st.integers(0, 99),
+)
 def test_bounds_and_bytes(count, width, power, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, width, generator=generator, dtype=torch.float64).mul(10.0**power).to(dtype)
