@@ -26,11 +26,21 @@ OPTIMIZERS: Final = {"AdamW": "", "SGD": "sgd", "Muon": ""}
 EIGHT: Final = {"train__batch": 8}
 VARIANTS: Final[dict[str, tuple[tuple[str, ...], dict[str, Any]]]] = {
     "8 sequences": ((), EIGHT),
-    "one key/value head": (("tp 2", "tp 2 + sp", "tp 4", "tp 4 + sp"), {"model__num_kv_heads": 1, **EIGHT}),
-    "output of its own": (("tp 2 + sp", "dp_shard 2", "tp 2 + sp x dp_shard 2"), {"model__tie_embeddings": False}),
+    "one key/value head": (
+        ("tp 2", "tp 2 + sp", "tp 4", "tp 4 + sp", "ulysses 2", "ulysses 4", "ring 2 x ulysses 2"),
+        {"model__num_kv_heads": 1, **EIGHT},
+    ),
+    "output of its own": (
+        ("tp 2 + sp", "dp_shard 2", "tp 2 + sp x dp_shard 2", "ring 2 x ulysses 2, sharing weights"),
+        {"model__tie_embeddings": False},
+    ),
     "64 sequences": (("tp 2 + sp, regather x dp_shard 3",), {"train__batch": 64}),
     "2 sequences": (("dp_shard 3", "dp_replicate 2 x dp_shard 2"), {"train__batch": 2}),
-    "Muon": (("tp 2 + sp", "dp_shard 3", "tp 2 x dp_shard 2"), {"optim__name": "muon"}),
+    "documents run on": (("ring 2", "ring 4", "ulysses 2", "ring 2 x tp 2 + sp"), {"data__attend_across": True}),
+    "Muon": (
+        ("tp 2 + sp", "dp_shard 3", "tp 2 x dp_shard 2", "ring 2 x ulysses 2, sharing weights"),
+        {"optim__name": "muon"},
+    ),
 }
 """What is trained: under which layouts of tests/layouts.py (none: all), and the knobs that differ from there."""
 

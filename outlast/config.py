@@ -226,6 +226,12 @@ class Parallel:
     """Megatron sequence parallelism: norms, dropout and the residual stream, too, are shared by the `tp` ranks, by position."""
     sp_regather: bool = free(False)
     """Under `sp`, gather the inputs of the products again in the backward pass rather than keep them whole: less memory, a quarter more bytes."""
+    ring: int = free(1, "> 0")
+    """Ranks that share each sequence: keys and values travel round a ring under the attention (context parallelism). Any number."""
+    ulysses: int = free(1, "> 0")
+    """Ranks that share each sequence and exchange its tokens for attention heads: at most as many as the heads a rank of `tp` has."""
+    shard_sequence_ranks: bool = free(False)
+    """Let the ranks of `ring` and `ulysses`, too, share weights, gradients and moments as those of `dp_shard` do. Else each of them has all of its copy's."""
     overlap: int = free(0, ">= 0", most=1 << 16)
     """Under `sp`, into how many pieces the gathered stream is cut, to travel under the products: as many of each rank's stretch, rounded up. 1: one, nothing overlaps. 0: the fastest, measured at the start."""
     tp_compress: Literal["none", "bf16", "int8"] = result("none")

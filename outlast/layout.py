@@ -11,8 +11,14 @@ from outlast.config import Model, Parallel, Run
 from outlast.errors import UsageError
 from outlast.places import Place
 
-AXES: Final = ("dp_replicate", "dp_shard", "tp")
+AXES: Final = ("dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 """Axes of the rank grid, slowest first."""
+
+FED_ALIKE: Final = ("ring", "ulysses", "tp")
+"""Axes along which ranks are fed the same samples."""
+
+SUMMED: Final = ("tp", "sequence", "shard", "dp_replicate")
+"""Ranks over which gradients are summed, in this order: those of an axis, or of several together as :func:`joint` says."""
 
 _ROWS: Final = ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _COLUMNS: Final = ("o_proj", "down_proj")
@@ -28,12 +34,45 @@ def ranks(parallel: Parallel) -> int:
     return math.prod(degrees(parallel).values())
 
 
+def joint(parallel: Parallel) -> dict[str, tuple[str, ...]]:
+    """Axes whose ranks also talk all together: to share each sequence, to share weights by rows, to share a whole copy."""
+    shard = ("dp_shard", *(("ring", "ulysses") if parallel.shard_sequence_ranks else ()))
+    return {"sequence": ("ring", "ulysses"), "shard": shard, "model": (*shard, "tp")}
+
+
+def size(parallel: Parallel, name: str) -> int:
+    """How many ranks an axis has, or several together."""
+    axes = joint(parallel).get(name, (name,))
+    return ranks(parallel) if name == "world" else math.prod(degrees(parallel)[axis] for axis in axes)
+
+
+def counted_as(parallel: Parallel, name: str) -> str:
+    """The name that several axes together are counted under: of all but one has one rank, that one's."""
+    more = [axis for axis in joint(parallel).get(name, ()) if degrees(parallel)[axis] > 1]
+    return more[0] if len(more) == 1 else name
+
+
 def coordinates(parallel: Parallel, rank: int) -> dict[str, int]:
     """Where a rank stands on each axis."""
     where = {}
     for axis, size in reversed(degrees(parallel).items()):
         rank, where[axis] = divmod(rank, size)
     return where
+
+
+def coordinate(parallel: Parallel, rank: int, name: str) -> int:
+    """Where a rank stands among those of several axes together."""
+    where, index = coordinates(parallel, rank), 0
+    for axis in joint(parallel)[name]:
+        index = index * degrees(parallel)[axis] + where[axis]
+    return index
+
+
+def first_copy(parallel: Parallel) -> list[int]:
+    """The ranks that share the first copy of the model, in the order of :func:`coordinate`."""
+    everyone = ((rank, coordinates(parallel, rank)) for rank in range(ranks(parallel)))
+    apart = [axis for axis in AXES if axis not in joint(parallel)["model"]]
+    return [rank for rank, where in everyone if not any(where[axis] for axis in apart)]
 
 
 def data_rank(parallel: Parallel, rank: int) -> tuple[int, int]:
@@ -61,13 +100,14 @@ def check(run: Run, there: int | None = None) -> None:
             fix="set parallel.tp to 2 or more, or leave parallel.sp out (--parallel.no-sp)",
             key="parallel.sp",
         )
-    if parallel.sp and run.data.sequence_length % tp:
-        length = run.data.sequence_length
-        near = [str(n) for n in (length // tp * tp, (length // tp + 1) * tp) if n]
+    _check_sequence(run.data.sequence_length, parallel)
+    if parallel.ulysses > 1:
+        _check_ulysses(run.model, parallel)
+    if parallel.shard_sequence_ranks and size(parallel, "sequence") == 1:
         raise UsageError(
-            f"cannot share {length} positions among tp={tp} ranks under sequence parallelism",
-            fix=f"nearest that divides: {' or '.join(near)}; or leave parallel.sp out (--parallel.no-sp)",
-            key="data.sequence_length",
+            "parallel.shard_sequence_ranks is on, and ring and ulysses are 1: nobody shares a sequence",
+            fix="set parallel.ring or parallel.ulysses to 2 or more, or leave it out",
+            key="parallel.shard_sequence_ranks",
         )
     if parallel.sp_regather and not parallel.sp:
         raise UsageError(
@@ -130,8 +170,41 @@ def _check_tensor_parallel(model: Model, tp: int) -> None:
     raise UsageError(f"cannot split {wrong} over tp={tp}", fix=why, key="parallel.tp")
 
 
-def _kv_fits(kv_heads: int, tp: int) -> bool:
-    return kv_heads % tp == 0 or tp % kv_heads == 0
+def _kv_fits(kv_heads: int, ranks: int) -> bool:
+    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def _check_sequence(length: int, parallel: Parallel) -> None:
+    """Every rank must have as many tokens of a sequence as any other."""
+    sharing = {"ring": parallel.ring, "ulysses": parallel.ulysses, "tp": parallel.tp if parallel.sp else 1}
+    names = " x ".join(f"{axis}={degree}" for axis, degree in sharing.items() if degree > 1)
+    parts = math.prod(sharing.values())
+    if length % parts:
+        near = " or ".join(str(n) for n in (length // parts * parts, (length // parts + 1) * parts) if n)
+        raise UsageError(
+            f"cannot share {length} positions among {names} ranks{' under sequence parallelism' if parallel.sp else ''}",
+            fix=f"nearest that divides: {near}{'; or leave parallel.sp out (--parallel.no-sp)' if parallel.sp else ''}",
+            key="data.sequence_length",
+        )
+
+
+def _check_ulysses(model: Model, parallel: Parallel) -> None:
+    """The heads that a rank of tp has are shared once more: whole ones, no key/value head's queries torn apart."""
+    heads, kv = model.num_heads // parallel.tp, max(1, model.num_kv_heads // parallel.tp)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and _kv_fits(kv, n)]
+    can_be = f"ulysses can be {', '.join(map(str, fits))}"
+    each = f" that each rank of tp={parallel.tp} has" if parallel.tp > 1 else ""
+    if heads % parallel.ulysses:
+        wrong, why = (
+            f"{heads} attention heads",
+            f"heads per rank must be whole: {can_be}; parallel.ring takes any number",
+        )
+    elif not _kv_fits(kv, parallel.ulysses):
+        wrong = f"{kv} key/value heads"
+        why = f"a key/value head's {heads // kv} query heads would be torn apart unevenly: {can_be}; parallel.ring takes any number"
+    else:
+        return
+    raise UsageError(f"cannot share {wrong}{each} over ulysses={parallel.ulysses}", fix=why, key="parallel.ulysses")
 
 
 def share(first: int, stop: int, ranks: int, rank: int) -> range:
@@ -240,17 +313,19 @@ def place(name: str, model: Model, parallel: Parallel, rank: int) -> Place:
     part = tp_place(name, model, parallel, rank)
     if not fsdp_shards(name):
         return part
-    return part.cut(0, chunk(part.shape[0], parallel.dp_shard, coordinates(parallel, rank)["dp_shard"]))
+    return part.cut(0, chunk(part.shape[0], size(parallel, "shard"), coordinate(parallel, rank, "shard")))
 
 
 def summed(name: str, model: Model, parallel: Parallel) -> tuple[str, ...]:
-    """Axes over which a parameter's gradient is still in pieces after the backward pass, and must be summed.
+    """Ranks, of :data:`SUMMED`, over which a parameter's gradient is still in pieces after the backward pass.
 
     Over tp: where each rank holds the parameter whole, but put only its own heads or, under sequence parallelism, its
-    own positions through it. Over dp_shard: where FSDP2 has not done it.
+    own positions through it. Over those that share a sequence, and dp_shard: where FSDP2 has not done it.
     """
     module = name.split(".")[-2]
     some_heads = module in ("q_norm", "k_norm", "k_proj", "v_proj")
     over_tp = tp_dim(name, model, parallel.tp) is None and (some_heads or parallel.sp)
-    pieces = {"tp": over_tp, "dp_shard": not fsdp_shards(name), "dp_replicate": True}
-    return tuple(axis for axis, wanted in pieces.items() if wanted and degrees(parallel)[axis] > 1)
+    by_us = not fsdp_shards(name)
+    over_sequence = not parallel.shard_sequence_ranks  # else the ranks of shard are these, too
+    pieces = {"tp": over_tp, "sequence": over_sequence, "shard": by_us, "dp_replicate": True}
+    return tuple(name for name in SUMMED if pieces[name] and size(parallel, name) > 1)

@@ -14,6 +14,7 @@ import torch
 
 from outlast import cli, config
 from outlast.environment import Launched
+from outlast.layout import AXES
 from outlast.parallel import gradients
 from outlast.train import loop, start
 from outlast.train.watchers import Record, Watcher
@@ -45,13 +46,31 @@ LAYOUTS = {
     "tp 2 + sp, overlap x dp_shard 2": {"tp": 2, "sp": True, "overlap": 4, "dp_shard": 2},
     "tp 2 + sp, regather x dp_shard 3": {"tp": 2, "sp": True, "sp_regather": True, "dp_shard": 3},
     "tp 2 + sp x dp_replicate 2": {"tp": 2, "sp": True, "dp_replicate": 2},
+    "ulysses 2": {"ulysses": 2},
+    "ulysses 4": {"ulysses": 4},
+    "ring 2": {"ring": 2},
+    "ring 4": {"ring": 4},
+    "ring 2 x ulysses 2": {"ring": 2, "ulysses": 2},
+    "ring 2 x tp 2": {"ring": 2, "tp": 2},
+    "ring 2 x tp 2 + sp": {"ring": 2, "tp": 2, "sp": True},
+    "ulysses 2 x tp 2": {"ulysses": 2, "tp": 2},
+    "ulysses 2 x tp 2 + sp": {"ulysses": 2, "tp": 2, "sp": True},
+    "ring 2 x dp_shard 2": {"ring": 2, "dp_shard": 2},
+    "ulysses 2 x dp_shard 2": {"ulysses": 2, "dp_shard": 2},
+    "ring 2, sharing weights": {"ring": 2, "shard_sequence_ranks": True},
+    "ring 2 x ulysses 2, sharing weights": {"ring": 2, "ulysses": 2, "shard_sequence_ranks": True},
+    "ring 2 x dp_shard 2, sharing weights": {"ring": 2, "dp_shard": 2, "shard_sequence_ranks": True},
+    "ulysses 2 x dp_replicate 2": {"ulysses": 2, "dp_replicate": 2},
+    "ring 2 x ulysses 2 x tp 2 + sp": {"ring": 2, "ulysses": 2, "tp": 2, "sp": True},
+    "ring 2 x tp 2 + sp x dp_shard 2": {"ring": 2, "tp": 2, "sp": True, "dp_shard": 2},
+    "ring 2 x ulysses 2 x dp_shard 2, sharing weights": {"ring": 2, "ulysses": 2, "dp_shard": 2, "shard_sequence_ranks": True},
     "tp 2 + sp x dp_shard 2 x dp_replicate 2": {"tp": 2, "sp": True, "dp_shard": 2, "dp_replicate": 2},
 }  # fmt: skip
 
 
 def ranks_of(layout: dict[str, int | bool]) -> int:
     """How many ranks a layout is for."""
-    return math.prod(layout.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "tp"))
+    return math.prod(layout.get(axis, 1) for axis in AXES)
 
 
 def corpus(folder: Path, records: int = 120, seed: int = 0) -> Path:

@@ -88,7 +88,7 @@ def fill_normal(part: Tensor, std: float, seed: int, name: str, place: Place | N
 
 
 def dropout_mask(
-    key: int, probability: float, samples_B: Int64[Tensor, "B"], positions_S: Int64[Tensor, "S"], channels: int
+    key: int, probability: float, samples_B: Int64[Tensor, "B"], positions_BS: Int64[Tensor, "_ S"], channels: int
 ) -> Bool[Tensor, "B S D"]:
     """Say which channels are kept.
 
@@ -98,14 +98,14 @@ def dropout_mask(
         key: the layer and the site in it, from :func:`key_of`.
         probability: of dropping a channel, in steps of 2^-16.
         samples_B: the samples' global counts since the start of the run.
-        positions_S: where the tokens stand in their samples, from 0.
+        positions_BS: where the tokens stand in their samples, from 0; one row where that is alike for all.
         channels: how many channels D a token has.
 
     Returns:
         True where the value is kept.
     """
     fours = torch.arange(-(-channels // 4), device=samples_B.device)
-    rows_BS = mixed(mixed(key + samples_B * _STEP)[:, None] + positions_S * _STEP)
+    rows_BS = mixed(mixed(key + samples_B * _STEP)[:, None] + positions_BS * _STEP)
     bits = mixed(rows_BS[:, :, None] ^ mixed(key ^ (fours * _STEP)))
     least = min(round(probability * 2**16), 2**16 - 1) - 2**15  # 2^15 itself would wrap around and keep all
     return bits.view(torch.int16)[..., :channels] >= least

@@ -34,19 +34,21 @@ class Packing:
         samples_B: global count of each sequence's sample since the start of the run; dropout hangs on it.
         positions_BS: position of each token in its document, from 0; rotary angles hang on it.
         documents: for each sequence, the lengths of the stretches of tokens that may see each other, in order.
-        stream_R: place in its sequence of each token whose residual stream is here: 0 to S-1, or some of them where a
-            parallelism shares the stream; dropout hangs on it too.
+        stream_BR: place in its sequence of each token whose residual stream is here: 0 to S-1, or some of them where a
+            parallelism shares the stream; dropout hangs on it too. One row where it is alike for all sequences.
     """
 
     samples_B: Int64[Tensor, "B"]
     positions_BS: Int64[Tensor, "_ _"]
     documents: tuple[tuple[int, ...], ...]
-    stream_R: Int64[Tensor, "R"]
+    stream_BR: Int64[Tensor, "_ R"]
 
     @classmethod
     def of(cls, samples_B: Tensor, positions_BS: Tensor, documents: tuple[tuple[int, ...], ...]) -> "Packing":
         """That of sequences whose whole residual stream is here."""
-        return cls(samples_B, positions_BS, documents, torch.arange(positions_BS.shape[1], device=positions_BS.device))
+        return cls(
+            samples_B, positions_BS, documents, torch.arange(positions_BS.shape[1], device=positions_BS.device)[None]
+        )
 
 
 def embed(tokens_BS: Int64[Tensor, "B S"], weight_VD: Float[Tensor, "V D"]) -> Float[Tensor, "B S D"]:
@@ -129,7 +131,7 @@ class Dropout:
         """Drop and scale up what is kept; outside training, nothing."""
         if not (training and self.probability):
             return x_BSD
-        kept_BSD = dropout_mask(self.key, self.probability, packing.samples_B, packing.stream_R, x_BSD.shape[2])
+        kept_BSD = dropout_mask(self.key, self.probability, packing.samples_B, packing.stream_BR, x_BSD.shape[2])
         return x_BSD * (kept_BSD * (1 / (1 - self.probability))).to(x_BSD.dtype)
 
 

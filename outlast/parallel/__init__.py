@@ -4,7 +4,7 @@ import torch
 
 from outlast.config import Run
 from outlast.model.transformer import Transformer
-from outlast.parallel import data_parallel, tensor_parallel
+from outlast.parallel import data_parallel, ring_attention, tensor_parallel, ulysses
 from outlast.parallel.gradients import Part, local, parts
 from outlast.parallel.mesh import Mesh
 
@@ -14,6 +14,8 @@ def apply(model: Transformer, run: Run, mesh: Mesh) -> None:
 
     Each line may be deleted, with its file and its import: the layouts that do not need it still work.
     """
+    ring_attention.apply(model, mesh)
+    ulysses.apply(model, mesh)
     tensor_parallel.apply(model, run, mesh)
     data_parallel.apply(model, mesh)
 

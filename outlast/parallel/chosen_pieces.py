@@ -95,7 +95,7 @@ def block(run: Run, count: int, device: torch.device) -> Products:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, kind).requires_grad_()
 
-    length = run.data.sequence_length // tp
+    length = run.data.sequence_length // layout.size(run.parallel, "sequence") // tp
     x = drawn(count, length, d)
     parts = []
     for widths, leaving, biased in (((q, kv, kv), q, model.qkv_bias), ((f, f), f, model.mlp_bias)):

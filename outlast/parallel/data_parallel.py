@@ -1,6 +1,6 @@
 """Sharded data parallelism: the ranks of `dp_shard` share one copy's weights, gradients and moments, by torch's FSDP2.
 
-A block's weights are gathered before it works and let go after; its gradients are summed and scattered as they appear.
+With `shard_sequence_ranks` those that share a sequence do, too. A block's weights are gathered before it works and let go after; its gradients are summed and scattered as they appear.
 The next block's weights travel while one works, forward by our word and backward by FSDP2's own, and gradients until the
 pass ends: over gloo by transfers that were posted, with NCCL on a stream of their own.
 The transfers are ours, so that they are counted, and a reduce-scatter over gloo moves half of what torch's would. Under
@@ -36,18 +36,18 @@ def apply(model: Transformer, mesh: Mesh) -> None:
 
     Args:
         model: on the meta device, its tensors already this rank's of `tp`.
-        mesh: the grid; nothing is done where its dp_shard is 1.
+        mesh: the grid; nothing is done where nobody shares weights so.
     """
-    if mesh.torch_mesh is None or "dp_shard" not in mesh.axes:
+    if mesh.sharing is None:
         return
-    exact = sum_dtype(model.compute)
+    exact, axis = sum_dtype(model.compute), mesh.axes["shard"]
     for module in (*model.layers, model):
         # The gradient of an embedding is a sum over every place a token stands at: not one to take in 16 bits.
         moved = None if module is model or model.compute == exact else model.compute
         policy = MixedPrecisionPolicy(param_dtype=moved, reduce_dtype=exact, cast_forward_inputs=False)
         whole = {parameter for name, parameter in module.named_parameters() if not layout.fsdp_shards(f".{name}")}
-        fully_shard(module, mesh=mesh.torch_mesh["dp_shard"], mp_policy=policy, ignored_params=whole)
-        _count_and_sum(module, mesh.axes["dp_shard"])
+        fully_shard(module, mesh=mesh.sharing, mp_policy=policy, ignored_params=whole)
+        _count_and_sum(module, axis)
     for module, following in itertools.pairwise((model, *model.layers)):
         _sharded(module).set_modules_to_forward_prefetch([_sharded(following)])
 

@@ -24,7 +24,7 @@ class Part:
         name: of the parameter.
         parameter: the part, an ordinary tensor that shares its memory with the model's; what the optimizer updates.
         place: where it lies in the whole.
-        summed: axes over which its gradient is in pieces after the backward pass.
+        summed: over which ranks its gradient is in pieces after the backward pass, of :data:`outlast.layout.SUMMED`.
         alike: axes along which every rank keeps the same part.
         source: the model's own parameter, which has the gradient.
     """
@@ -48,10 +48,8 @@ def parts(model: nn.Module, run: Run, mesh: Mesh) -> list[Part]:
     for name, source in model.named_parameters():
         mine = nn.Parameter(local(source.detach())) if isinstance(source, DTensor) else source
         place = layout.place(name, run.model, run.parallel, mesh.rank)
-        split = {
-            "tp": layout.tp_dim(name, run.model, run.parallel.tp) is not None,
-            "dp_shard": layout.fsdp_shards(name),
-        }
+        split = dict.fromkeys(layout.joint(run.parallel)["shard"], layout.fsdp_shards(name))
+        split["tp"] = layout.tp_dim(name, run.model, run.parallel.tp) is not None
         alike = tuple(axis for axis in layout.AXES if axis in mesh.axes and not split.get(axis, False))
         found.append(Part(name, mine, place, layout.summed(name, run.model, run.parallel), alike, source))
     return found
@@ -68,7 +66,7 @@ def complete(parts: Iterable[Part], mesh: Mesh) -> None:
     for part in parts:
         grad, part.source.grad = part.source.grad, None
         part.parameter.grad = None if grad is None else local(grad)
-    for axis in reversed(layout.AXES):
+    for axis in layout.SUMMED:
         for bucket in _buckets([part for part in parts if axis in part.summed]):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             mesh.axes[axis].all_reduce(flat)

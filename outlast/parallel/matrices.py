@@ -33,7 +33,6 @@ def on_whole(
     axis = mesh.axes.get("model")
     if axis is None:
         return [work(one) for one in mine]
-    first = mesh.rank - axis.rank
     results = [torch.empty_like(one) for one in mine]
     by_size = sorted(range(len(mine)), key=lambda i: parts[i].place.whole)
     for start in range(0, len(by_size), axis.size):
@@ -43,7 +42,7 @@ def on_whole(
         places: list[Place] = []
         if axis.rank < len(taken):
             name = parts[taken[axis.rank]].name
-            places = [layout.place(name, run.model, run.parallel, first + rank) for rank in range(axis.size)]
+            places = [layout.place(name, run.model, run.parallel, rank) for rank in axis.ranks]
         received = [mine[0].new_empty(place.shape) for place in places] or [nothing] * axis.size
         axis.all_to_all([mine[i] for i in taken] + spare, received)
         done = [nothing] * axis.size

@@ -26,9 +26,9 @@ class Mesh:
         parallel: the degrees.
         rank: this rank, of all.
         device: where it computes.
-        axes: by name. Besides those of the layout: `world`, all ranks; `model`, those that share one copy of the model;
-            `checkpoint`, all again, for what is said on the side while the others may be busy.
-        torch_mesh: torch's own, of the axes with more than one rank; None for one process.
+        axes: by name. Besides those of the layout and those of several axes together (:func:`outlast.layout.joint`):
+            `world`, all ranks; `checkpoint`, all again, for what is said on the side while the others may be busy.
+        sharing: torch's own grid of the ranks that share weights by rows; None where nobody does.
         counts: what was sent.
     """
 
@@ -36,7 +36,7 @@ class Mesh:
     rank: int
     device: torch.device
     axes: dict[str, Axis] = field(default_factory=dict)
-    torch_mesh: DeviceMesh | None = None
+    sharing: DeviceMesh | None = None
     counts: Counts = field(default_factory=Counts)
 
     @property
@@ -56,7 +56,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the differently fed ranks this one is; the ranks of `tp` are fed the same."""
+        """Which of the differently fed ranks this one is."""
         return layout.data_rank(self.parallel, self.rank)[1]
 
     def first_along(self, *axes: str) -> bool:
@@ -102,10 +102,9 @@ def make(parallel: Parallel, device: torch.device) -> Mesh:
     axes["world"] = Axis("world", world, counts)
     aside = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     axes["checkpoint"] = Axis("checkpoint", aside, counts)
-    sharing = tuple(axis for axis in ("dp_shard", "tp") if axis in sizes)
-    if len(sharing) == 2:
-        group = grid[sharing]._flatten("model").get_group() if len(sizes) > 2 else world
-        axes["model"] = Axis("model", group, counts)
-    elif sharing:
-        axes["model"] = Axis(sharing[0], axes[sharing[0]].group, counts)
-    return Mesh(parallel, dist.get_rank(), device, axes, grid, counts)
+    grids = {}
+    for name, together in layout.joint(parallel).items():
+        if more := tuple(axis for axis in together if axis in sizes):
+            grids[name] = grid[more[0]] if len(more) == 1 else grid[more]._flatten(name)
+            axes[name] = axes[more[0]] if len(more) == 1 else Axis(name, grids[name].get_group(), counts)
+    return Mesh(parallel, dist.get_rank(), device, axes, grids.get("shard"), counts)

@@ -51,12 +51,12 @@ def parts(shape: Model, parallel: Parallel, rank: int = 0) -> tuple[dict[str, Pl
 
 
 def gathered_numbers(shape: Model, parallel: Parallel, rank: int = 0) -> tuple[int, int]:
-    """Numbers in a block, and in embedding and output, as the ranks of `dp_shard` gather them.
+    """Numbers in a block, and in embedding and output, as the ranks that share them by rows gather them.
 
     Norm weights are not among them. Each rank's rows are filled up to as many as the first has.
     """
-    ranks = parallel.dp_shard
-    whole = parts(shape, replace(parallel, dp_shard=1), layout.coordinates(parallel, rank)["tp"])
+    ranks = layout.size(parallel, "shard")
+    whole = parts(shape, Parallel(tp=parallel.tp, sp=parallel.sp), layout.coordinates(parallel, rank)["tp"])
     block, rest = (
         sum(
             place.elements // place.shape[0] * len(layout.chunk(place.shape[0], ranks, 0)) * ranks
@@ -75,7 +75,7 @@ class StateBytes:
     Attributes:
         weights, gradients, moments: of the parts it keeps.
         gathered: whole weights of embedding, output and one block, while a pass works with them; 0 where they are not
-            sharded over `dp_shard`.
+            shared by rows.
     """
 
     weights: int
@@ -108,7 +108,7 @@ def state(shape: Model, dtype: str, optimizer: str, parallel: Parallel = _ONE_RA
     count = sum(n * part.elements for n, some in ((shape.num_layers, block), (1, rest)) for part in some.values())
     moments = 2 * count - (matrices if optimizer == "muon" else 0)
     block_numbers, rest_numbers = gathered_numbers(shape, parallel, rank)
-    gathered = block_numbers * wide + rest_numbers * exact if parallel.dp_shard > 1 else 0
+    gathered = block_numbers * wide + rest_numbers * exact if layout.size(parallel, "shard") > 1 else 0
     return StateBytes(count * exact, count * exact, moments * exact, gathered)
 
 
@@ -117,7 +117,8 @@ def activations(
 ) -> int:
     """Bytes kept from the forward to the backward pass of one rank's micro-batch, dropout off, several documents a sample.
 
-    In numbers a token of the sequences, on one rank of t along `tp`; (e) in the compute type, (x) in float32 or above.
+    In numbers a token that the rank, or its `tp`, has, one of t along `tp`: where `ring` and `ulysses` share sequences
+    each has so many fewer; (e) in the compute type, (x) in float32 or above.
     Heads H of K channels, key/value heads G, of which a rank reads g = max(1, G / t).
 
     | kept                                             | t = 1   | tp        | sp        | sp, regather |
@@ -136,25 +137,33 @@ def activations(
     | cosines and sines (float32)                      | K       | K         | K         | K            |
 
     Attention's output is there twice: document by document as attention needs it again, and joined (under sp: put in
-    rank order) as the next product does. The norms' output shards under sp are let go: what is kept is gathered.
+    rank order; under ulysses: come back) as the next product does. Once under ring alone. Over ulysses a key/value head
+    goes to every rank that reads it: keys, values are max(2 g K, 2 ulysses K). The norms' output shards under sp are let go: what is kept is gathered.
     And 9 bytes a token: its number, and whether it is learned or, under tp, is in this rank's part of the vocabulary.
     A pass, too, whatever it is fed: the gradient of the rank's rows of the output projection (x), and under bfloat16
-    each weight as it was multiplied, but where `dp_shard` gathers them anew.
+    each weight as it was multiplied, but where those that share weights by rows gather them anew.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4, its derivation done for this block.
     """
     (wide, exact), t = widths(dtype), parallel.tp
     queries, pairs = shape.num_heads // t, max(1, shape.num_kv_heads // t)  # heads; of keys, and of values
-    tokens = sequences * length
+    ring, ulysses = parallel.ring, parallel.ulysses
+    tokens = sequences * length // (ring * ulysses)
     stream = tokens // t if parallel.sp else tokens
     entering = stream if parallel.sp_regather else tokens
-    heads = tokens * (3 * queries + 2 * pairs + shape.qk_norm * (queries + pairs)) * shape.head_dim
+    outputs = 1 if ring > 1 and ulysses == 1 and not parallel.sp else 2
+    attended = (1 + outputs) * queries + 2 * max(pairs, ulysses)
+    heads = tokens * (attended + shape.qk_norm * (queries + pairs)) * shape.head_dim
     hidden = 2 * (stream + entering) * shape.hidden_size + heads + tokens * 3 * shape.intermediate_size // t
     scales = 2 * stream + tokens * (queries + shape.qk_norm * (queries + pairs))
     around = stream * (2 * shape.hidden_size * wide + exact)
     around += tokens * (BYTES["float32"] * shape.head_dim + 9)
     multiplied = 2 * (queries + pairs) * shape.head_dim + 3 * shape.intermediate_size // t
-    cast = multiplied * shape.hidden_size * shape.num_layers * wide if wide < exact and parallel.dp_shard == 1 else 0
+    cast = (
+        multiplied * shape.hidden_size * shape.num_layers * wide
+        if wide < exact and layout.size(parallel, "shard") == 1
+        else 0
+    )
     rows = len(layout.share(0, shape.vocab_size, t, layout.coordinates(parallel, rank)["tp"]))
     return shape.num_layers * (hidden * wide + scales * exact) + around + cast + rows * shape.hidden_size * exact
 

@@ -36,15 +36,16 @@ class Traffic:
 
 
 Totals = dict[tuple[str, str], Traffic]
-"""By axis and operation, no pair without calls. Beside the grid's axes: `world`, all ranks; `model`, where both
-`dp_shard` and `tp` share one copy of the model, the ranks of that copy."""
+"""By axis and operation, no pair without calls. Beside the grid's axes: `world`, all ranks, and where they are of more
+than one axis those that :func:`outlast.layout.joint` names."""
 
 
 @dataclass(frozen=True)
 class _Transfer:
     """Equal collectives: `size` is the bytes of the whole tensor that each reduces, gathers or scatters.
 
-    Of an all-to-all, whose parts are of any size, it is what this rank sends to others; of another, where `uneven`.
+    Of an all-to-all, whose parts are of any size, and of a shift, it is what this rank sends to others; of another, where
+    `uneven`.
     """
 
     axis: str
@@ -60,12 +61,13 @@ def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int =
     Args:
         run: the settings, with compute type and vocabulary decided.
         sequences: in each of this rank's passes; 0 in those it makes only to keep up with the other data ranks.
-        learned: targets learned in each of these passes.
+        learned: targets learned in each of these passes, among the tokens that this rank has.
         rank: whose. Ranks differ by what they are fed, and where rows do not divide evenly.
     """
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
     for count, targets in zip(sequences, learned, strict=True):
         moved += _stream(run, count, targets, rank, backward=True)
+        moved += _attention(run, count, backward=True)
         moved += _shards(run, rank, forward=1, backward=1)
     moved += _gradients(run, rank)
     if run.optim.name == "muon":
@@ -78,6 +80,7 @@ def evaluation(run: Run, sequences: Sequence[int], learned: Sequence[int], rank:
     moved = [_Transfer("world", "all_reduce", 8 * 2)]
     for count, targets in zip(sequences, learned, strict=True):
         moved += _stream(run, count, targets, rank, backward=False)
+        moved += _attention(run, count, backward=False)
     moved += _shards(run, rank, forward=len(sequences), backward=0)
     return _added(run.parallel, moved)
 
@@ -88,7 +91,12 @@ def estimate(run: Run, rank: int = 0) -> Totals:
     Only the transfers of the loss depend on what is learned, and grow with it.
     """
     counts = passes(run, rank)
-    return step(run, counts, [count * run.data.sequence_length for count in counts], rank)
+    return step(run, counts, [count * tokens_here(run) for count in counts], rank)
+
+
+def tokens_here(run: Run) -> int:
+    """Tokens that a rank, or the ranks of its `tp` together, has of each sequence."""
+    return run.data.sequence_length // layout.size(run.parallel, "sequence")
 
 
 def passes(run: Run, rank: int = 0) -> list[int]:
@@ -106,14 +114,14 @@ def total(totals: Totals, axis: str = "") -> int:
 
 def _added(parallel: Parallel, moved: Iterable[_Transfer]) -> Totals:
     """Transfers as the ranks that there are send them."""
-    ranks = layout.degrees(parallel) | {"world": layout.ranks(parallel), "model": parallel.dp_shard * parallel.tp}
     totals: Totals = {}
     for one in moved:
-        if ranks[one.axis] == 1 or not one.times:
+        ranks, axis = layout.size(parallel, one.axis), layout.counted_as(parallel, one.axis)
+        if ranks == 1 or not one.times:
             continue
-        before = totals.get((one.axis, one.op), Traffic(0, 0))
-        each = one.size if one.uneven or one.op == "all_to_all" else layout.sent(one.op, one.size, ranks[one.axis])
-        totals[one.axis, one.op] = Traffic(before.calls + one.times, before.bytes + one.times * each)
+        before, sent = totals.get((axis, one.op), Traffic(0, 0)), one.uneven or one.op in ("all_to_all", "shift")
+        each = one.size if sent else layout.sent(one.op, one.size, ranks)
+        totals[axis, one.op] = Traffic(before.calls + one.times, before.bytes + one.times * each)
     return totals
 
 
@@ -128,7 +136,7 @@ def _stream(run: Run, count: int, targets: int, rank: int, backward: bool) -> It
     Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4.2.2.
     """
     wide, exact = memory.widths(run.train.dtype)
-    layers, tokens, code = run.model.num_layers, count * run.data.sequence_length, run.parallel.tp_compress
+    layers, tokens, code = run.model.num_layers, count * tokens_here(run), run.parallel.tp_compress
     row = layout.row_bytes(run.model.hidden_size, wide, code)
     whole = tokens * row
     entering, leaving = 2 * layers + 1, 1 + 2 * layers  # the blocks', and the loss; the embedding, and the blocks'
@@ -150,8 +158,31 @@ def _stream(run: Run, count: int, targets: int, rank: int, backward: bool) -> It
         yield _Transfer("tp", "all_gather", 2 * min(rows, targets - first) * exact * run.parallel.tp)
 
 
+def _attention(run: Run, count: int, backward: bool) -> Iterator[_Transfer]:
+    """A pass over `ulysses` and `ring`.
+
+    Ulysses: queries, keys and values of a rank's tokens go to the others by heads, and attention's output comes back;
+    the gradients go the same ways. A key/value head goes to every rank that reads it.
+
+    Ring: keys and values go R - 1 steps; backward once more, and their gradients, in float32 or 64, as many.
+
+    Source: Jacobs et al. 2023 (arXiv 2309.14509) section 3.2; Liu et al. 2023 (arXiv 2310.01889) section 3.
+    """
+    wide, exact = memory.widths(run.train.dtype)
+    ring, ulysses = run.parallel.ring, run.parallel.ulysses
+    heads, pairs = (max(1, n // run.parallel.tp) for n in (run.model.num_heads, run.model.num_kv_heads))
+    here, pairs = heads // ulysses, max(1, pairs // ulysses)  # of each rank, while it attends
+    token, both = count * tokens_here(run) * run.model.head_dim, 2 if backward else 1
+    exchanged = token * (ulysses - 1) * wide
+    yield _Transfer("ulysses", "all_to_all", exchanged * (here + 2 * pairs), run.model.num_layers * both)
+    yield _Transfer("ulysses", "all_to_all", exchanged * here, run.model.num_layers * both)
+    keys_and_values = token * ulysses * 2 * pairs
+    yield _Transfer("ring", "shift", keys_and_values * wide, run.model.num_layers * (ring - 1) * both)
+    yield _Transfer("ring", "shift", keys_and_values * exact, run.model.num_layers * (ring - 1) * (both - 1))
+
+
 def _shards(run: Run, rank: int, forward: int, backward: int) -> Iterator[_Transfer]:
-    """So many passes over `dp_shard`: blocks are gathered in the compute type, all else moves in float32 or 64.
+    """So many passes over the ranks that share weights by rows: blocks are gathered in the compute type, all else moves in float32 or 64.
 
     A block is gathered in each direction. Embedding and output are gathered once and stay so until a backward pass or
     the evaluation ends.
@@ -159,17 +190,17 @@ def _shards(run: Run, rank: int, forward: int, backward: int) -> Iterator[_Trans
     wide, exact = memory.widths(run.train.dtype)
     block, rest = memory.gathered_numbers(run.model, run.parallel, rank)
     layers = run.model.num_layers
-    yield _Transfer("dp_shard", "all_gather", block * wide, layers * (forward + backward))
-    yield _Transfer("dp_shard", "all_gather", rest * exact, backward or min(1, forward))
-    yield _Transfer("dp_shard", "reduce_scatter", block * exact, layers * backward)
-    yield _Transfer("dp_shard", "reduce_scatter", rest * exact, backward)
+    yield _Transfer("shard", "all_gather", block * wide, layers * (forward + backward))
+    yield _Transfer("shard", "all_gather", rest * exact, backward or min(1, forward))
+    yield _Transfer("shard", "reduce_scatter", block * exact, layers * backward)
+    yield _Transfer("shard", "reduce_scatter", rest * exact, backward)
 
 
 def _gradients(run: Run, rank: int) -> Iterator[_Transfer]:
-    """What is summed at the end of a step: over each axis all vectors at once, and matrices a block at a time."""
+    """What is summed at the end of a step: over the ranks of each sum all vectors at once, and matrices a block at a time."""
     _, exact = memory.widths(run.train.dtype)
     layers = run.model.num_layers
-    for axis in layout.AXES:
+    for axis in layout.SUMMED:
         block, rest = (
             {name: part for name, part in parts.items() if axis in layout.summed(name, run.model, run.parallel)}
             for parts in memory.parts(run.model, run.parallel, rank)
@@ -188,15 +219,17 @@ def _gradients(run: Run, rank: int) -> Iterator[_Transfer]:
 def _matrices(run: Run, rank: int) -> Iterator[_Transfer]:
     """What Muon sends: as many matrices at a time as ranks share the model, each put together on one and handed back."""
     _, exact = memory.widths(run.train.dtype)
-    ranks = run.parallel.dp_shard * run.parallel.tp
-    axis = "dp_shard" if run.parallel.tp == 1 else "tp" if run.parallel.dp_shard == 1 else "model"
-    kept = [memory.parts(run.model, run.parallel, other)[0] for other in range(ranks)]  # copies split alike
+    ranks = layout.size(run.parallel, "model")
+    copy = layout.first_copy(run.parallel)  # copies split alike
+    kept = [memory.parts(run.model, run.parallel, other)[0] for other in copy]
     shapes = layout.parameter_shapes(run.model)
     names = sorted((n for n in shapes if n.startswith("layers.") and len(shapes[n]) == 2), key=shapes.__getitem__)
-    me = rank % ranks
+    me = layout.coordinate(run.parallel, rank, "model")
     for first in range(0, len(names), ranks):
         taken = ["layers.0." + name.split(".", 2)[2] for name in names[first : first + ranks]]
-        yield _Transfer(axis, "all_to_all", exact * sum(kept[me][n].elements for i, n in enumerate(taken) if i != me))
+        yield _Transfer(
+            "model", "all_to_all", exact * sum(kept[me][n].elements for i, n in enumerate(taken) if i != me)
+        )
         mine = taken[me] if me < len(taken) else ""
         back = sum(kept[other][mine].elements for other in range(ranks) if mine and other != me)
-        yield _Transfer(axis, "all_to_all", exact * back)
+        yield _Transfer("model", "all_to_all", exact * back)

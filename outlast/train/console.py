@@ -73,7 +73,7 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         ("device", f"{device_name(settled.device)}, {many(torch.get_num_threads(), 'thread')}{' a rank' if ranks > 1 else ''}, {_peak(settled)}"),
         ("compute", f"{run.train.dtype} ({why[run.train.dtype]})"),
         ("layout", " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees(run.parallel).items())
-                   + f" = {many(ranks, 'rank')}{_sequence_parallel(run)}"),
+                   + f" = {many(ranks, 'rank')}{_shared(run)}"),
         ("data", f"{size(train_tokens, 'tokens')} to learn from, {size(held_tokens, 'tokens')} held out, {settled.tokenizer.name}{damaged}"),
         ("model", f"{shape.num_layers} layers, width {shape.hidden_size}, {shape.num_heads}/{shape.num_kv_heads} heads of "
                   f"{shape.head_dim}, {size(sum(count.values()), 'parameters')}, all of them active"),
@@ -96,15 +96,23 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         )
 
 
-def _sequence_parallel(run: Run) -> str:
-    told = ""
-    if run.parallel.tp > 1 and run.parallel.sp:
-        told = ", sequence parallel" + (", gathering again" if run.parallel.sp_regather else "")
-        many_pieces = {0: ", pieces to be measured", 1: ", in one piece"}
-        told += many_pieces.get(run.parallel.overlap, f", in {run.parallel.overlap} pieces")
+def _shared(run: Run) -> str:
+    """What else the layout's ranks share, and how."""
+    told = []
+    if run.parallel.sp:
+        told.append("sequence parallel" + (", gathering again" if run.parallel.sp_regather else ""))
+        pieces = {0: "pieces to be measured", 1: "in one piece"}
+        told.append(pieces.get(run.parallel.overlap, f"in {run.parallel.overlap} pieces"))
     if run.parallel.tp_compress != "none":
-        told += f", activations rounded to {run.parallel.tp_compress} over tp"
-    return told
+        told.append(f"activations rounded to {run.parallel.tp_compress} over tp")
+    if layout.size(run.parallel, "sequence") > 1:
+        of_each = traffic.tokens_here(run)
+        told.append(
+            f"{of_each} tokens of each sequence on a rank{' of ring and ulysses' if run.parallel.tp > 1 else ''}"
+        )
+    if run.parallel.shard_sequence_ranks:
+        told.append("which share weights too")
+    return "".join(f", {one}" for one in told)
 
 
 def told_traffic(sent: Mapping[tuple[str, str], traffic.Traffic]) -> str:

@@ -1,5 +1,6 @@
 """The training loop: one step, readable from top to bottom."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from outlast import settings
-from outlast.data import batches
+from outlast import layout, settings
+from outlast.data import IGNORED, batches
 from outlast.data.batches import Step
 from outlast.errors import RanksDifferError
 from outlast.model.transformer import Transformer
@@ -124,12 +125,13 @@ def of_all_ranks(work: Step, mesh: Mesh) -> Step:
     Raises:
         RanksDifferError: ranks that should be fed the same were not.
     """
-    signed, counts = work.fed - (work.fed >> 63 << 64), mesh.first_along("tp")
+    signed, counts = work.fed - (work.fed >> 63 << 64), mesh.first_along(*layout.FED_ALIKE)
     mine = torch.tensor([work.learned * counts, signed * counts, signed], dtype=torch.int64, device=mesh.device)
     learned, fed, of_all = mesh.sum(mine).tolist()
-    if (fed * mesh.parallel.tp - of_all) % 2**64:
+    alike = math.prod(layout.degrees(mesh.parallel)[axis] for axis in layout.FED_ALIKE)
+    if (fed * alike - of_all) % 2**64:
         raise RanksDifferError(
-            f"ranks of tp were fed other tokens than one another at positions {work.first} to {work.stop - 1}",
+            f"ranks of {', '.join(axis for axis in layout.FED_ALIKE if axis in mesh.axes)} were fed other tokens than one another at positions {work.first} to {work.stop - 1}",
             fix="a host's corpus cache or memory is at fault: remove the cache (data.cache), and start again",
         )
     return replace(work, learned=learned, fed=fed % 2**64)
@@ -178,7 +180,9 @@ def evaluate(training: Training, watchers: Sequence[Watcher]) -> None:
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     share = (run.train.micro_batch, mesh.data_ranks, mesh.data_rank)
     for one in training.feed.evaluation(run.eval.samples, *share):
-        sums += torch.stack((training.model(*inputs(one, mesh)).double(), sums.new_tensor(one.learned)))
+        tokens, targets, packing = inputs(one, mesh)
+        loss = training.model(tokens, targets, packing)
+        sums += torch.stack((loss.double(), (targets != IGNORED).sum()))
     let_go(training.model)
     total, learned = mesh.sum(sums, alike=("tp",)).tolist()
     if learned:

@@ -305,7 +305,8 @@ def _start(
         "corpus": settled.corpus.fingerprint,
         "checkpoint": saved.path.name if saved else None,
         "changed": changed,
-        "layout": layout.degrees(run.parallel) | {"sp": run.parallel.sp},
+        "layout": layout.degrees(run.parallel)
+        | {"sp": run.parallel.sp, "shard_sequence_ranks": run.parallel.shard_sequence_ranks},
         "overlap": run.parallel.overlap,
         "batch": settings.batch_sequences(run),
         "dtype": run.train.dtype,

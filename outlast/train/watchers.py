@@ -8,6 +8,7 @@ import torch
 
 from outlast.data.batches import Step
 from outlast.errors import DivergedError
+from outlast.parallel.inputs import learned_here
 from outlast.plan import traffic
 from outlast.train.start import Training
 
@@ -86,7 +87,10 @@ class Counted(Watcher):
 
     def batch(self, step: int, work: Step) -> None:
         """Add what the step will send."""
-        sequences, learned = [len(one.positions_B) for one in work.batches], [one.learned for one in work.batches]
+        sequences, learned = (
+            [len(one.positions_B) for one in work.batches],
+            [learned_here(one, self.training.mesh) for one in work.batches],
+        )
         for (axis, _), one in traffic.step(self.training.run, sequences, learned, self.training.mesh.rank).items():
             self.formula[axis] += one.bytes
 

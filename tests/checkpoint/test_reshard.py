@@ -28,6 +28,7 @@ LAYOUTS = {
     "tp 4 + sp": {"tp": 4, "sp": True},
     "tp 2 + sp x dp_shard 2": {"tp": 2, "sp": True, "dp_shard": 2},
     "dp_replicate 2 x dp_shard 2": {"dp_replicate": 2, "dp_shard": 2},
+    "ring 2 x ulysses 2, sharing weights": {"ring": 2, "ulysses": 2, "shard_sequence_ranks": True},
 }
 
 

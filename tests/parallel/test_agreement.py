@@ -68,6 +68,8 @@ LAYOUTS = [
     {"tp": 2, "dp_shard": 2},
     {"tp": 2, "sp": True, "dp_replicate": 2},
     {"dp_shard": 2, "dp_replicate": 2},
+    {"ring": 2, "ulysses": 2},
+    {"ring": 2, "ulysses": 2, "shard_sequence_ranks": True},
 ]
 
 
@@ -85,6 +87,8 @@ def test_what_is_well_passes(ranks, layout):
         ({"dp_shard": 3}, 2, "norm.weight", "dp_shard", 2),
         ({"tp": 2, "dp_shard": 2}, 3, "layers.0.self_attn.q_norm.weight", "dp_shard", 1),
         ({"dp_shard": 2, "dp_replicate": 2}, 2, "embed_tokens.weight", "dp_replicate", 1),
+        ({"ring": 2, "ulysses": 2}, 2, "layers.0.mlp.down_proj.weight", "ring", 1),
+        ({"ulysses": 2, "shard_sequence_ranks": True}, 1, "norm.weight", "ulysses", 1),
     ],
     ids=str,
 )
@@ -95,7 +99,15 @@ def test_one_bit_that_drifted_is_found(ranks, layout, rank, name, axis, where):
 
 
 @pytest.mark.parametrize("vocabulary", [32, 33])  # the second is split unevenly, and the rest is equal all the same
-@pytest.mark.parametrize(("layout", "axis"), [({"tp": 2}, "tp"), ({"dp_shard": 2}, "dp_shard"), ({"tp": 4}, "tp")])
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        ({"tp": 2}, "tp"),
+        ({"dp_shard": 2}, "dp_shard"),
+        ({"tp": 4}, "tp"),
+        ({"ring": 2, "shard_sequence_ranks": True}, "ring"),
+    ],
+)
 def test_equal_shards_are_found(ranks, layout, axis, vocabulary):
     words = ranks.run(layouts.ranks_of(layout), checked, layout, "same shards", vocab_size=vocabulary)
     assert len(set(words)) == 1

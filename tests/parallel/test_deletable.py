@@ -1,6 +1,7 @@
 """Each parallelism is one file and one line of parallel.apply: without them, what does not need it trains as before."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ if __name__ == "__main__":
     [
         ("tensor_parallel", ["dp_replicate 2 x dp_shard 2"]),
         ("data_parallel", ["tp 2 + sp x dp_replicate 2"]),
+        ("ring_attention", ["ulysses 2 x tp 2 + sp"]),
+        ("ulysses", ["ring 2 x tp 2 + sp"]),
     ],
 )
 def test_a_parallelism_can_be_deleted(tmp_path, gone, left):
@@ -47,10 +50,10 @@ def test_a_parallelism_can_be_deleted(tmp_path, gone, left):
     calls = [line for line in lines if line.strip().startswith(f"{gone}.apply(")]
     assert len(calls) == 1
     text = "".join(line for line in lines if line not in calls)
-    both = "from outlast.parallel import data_parallel, tensor_parallel\n"
-    other = "data_parallel" if gone == "tensor_parallel" else "tensor_parallel"
-    assert both in text
-    composed.write_text(text.replace(both, f"from outlast.parallel import {other}\n"))
+    imported = re.search(r"^from outlast.parallel import (.*)$", text, re.M)
+    others = [name for name in imported[1].split(", ") if name != gone]
+    assert len(others) == len(imported[1].split(", ")) - 1
+    composed.write_text(text.replace(imported[0], f"from outlast.parallel import {', '.join(others)}"))
     (tmp_path / "program.py").write_text(PROGRAM)
     where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests")])}
     command = [sys.executable, tmp_path / "program.py", tmp_path, tmp_path / "runs", gone, *left]

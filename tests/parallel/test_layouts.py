@@ -27,6 +27,10 @@ FAST = [
     ("tp 4 + sp", ""),
     ("tp 2 + sp x dp_shard 2", "sgd"),
     ("tp 2 + sp, regather, overlap", "sgd"),
+    ("ring 2", "sgd"),
+    ("ulysses 4", ""),
+    ("ring 2 x ulysses 2, sharing weights", "sgd"),
+    ("ring 2 x tp 2 + sp", ""),
 ]
 ONE_HEAD = {"model__num_kv_heads": 1}
 UNTIED = {"model__tie_embeddings": False}
@@ -113,14 +117,24 @@ def test_unequal_shares_of_a_batch(against, layout, knobs):
     against.equal(layout, "sgd", **knobs)
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "sp": True}, {"dp_shard": 3}, {"tp": 2, "dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "sp": True},
+        {"dp_shard": 3},
+        {"tp": 2, "dp_shard": 2},
+        {"ring": 2, "ulysses": 2, "shard_sequence_ranks": True},
+        {"ring": 2, "tp": 2},
+    ],
+    ids=str,
+)
 def test_muon_works_on_whole_matrices(against, layout):
     against.equal(layout, optim__name="muon")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [{"data__attend_across": True}, {"data__packing": "whole"}], ids=str)
-@pytest.mark.parametrize("layout", [{"tp": 2, "sp": True}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2, "sp": True}, {"dp_shard": 2}, {"ring": 2}, {"ulysses": 2}], ids=str)
 def test_other_ways_to_pack(against, layout, knobs):
     against.equal(layout, "sgd", **knobs)
 
@@ -137,6 +151,7 @@ def test_a_vocabulary_that_no_degree_divides(against):
     [
         ({"tp": 2, "sp": True, "dp_shard": 2}, "bfloat16", 1e-2, 5e-2),
         ({"tp": 2, "sp": True, "dp_shard": 2}, "float32", 1e-4, 1e-4),
+        ({"ring": 2, "ulysses": 2}, "bfloat16", 1e-2, 5e-2),
         pytest.param({"dp_shard": 3}, "bfloat16", 1e-2, 5e-2, marks=pytest.mark.slow),
         pytest.param({"tp": 4}, "bfloat16", 1e-2, 5e-2, marks=pytest.mark.slow),
         pytest.param({"tp": 4}, "float32", 1e-4, 1e-4, marks=pytest.mark.slow),

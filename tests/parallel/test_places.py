@@ -30,7 +30,9 @@ def shapes(draw):
         intermediate_size=tp * draw(st.integers(1, 5)), num_kv_heads=kv, num_heads=kv * of_kv,
         head_dim=2 * draw(st.integers(1, 3)), **switches,
     )  # fmt: skip
-    degrees = {axis: draw(st.integers(1, 5)) for axis in ("dp_replicate", "dp_shard")}
+    degrees = {axis: draw(st.integers(1, 4)) for axis in ("dp_replicate", "dp_shard")}
+    degrees |= {axis: draw(st.integers(1, 2)) for axis in ("ring", "ulysses")}
+    degrees["shard_sequence_ranks"] = draw(st.booleans())
     return model, Parallel(tp=tp, sp=draw(st.booleans()), **degrees)
 
 
@@ -57,11 +59,10 @@ def test_the_parts_of_a_copy_tile_each_parameter(drawn):
             assert times[place.slices].shape == place.shape
         # A part is held by as many ranks as the axes that do not split it have, and nothing by more.
         split = (parallel.tp if layout.tp_dim(name, model, parallel.tp) is not None else 1) * (
-            parallel.dp_shard if layout.fsdp_shards(name) else 1
+            layout.size(parallel, "shard") if layout.fsdp_shards(name) else 1
         )
         assert (times == len(ranks) // split).all(), name
         for rank, place in zip(ranks, places, strict=True):
-            assert layout.coordinates(parallel, rank)["dp_replicate"] or place == places[rank]
             uncut = layout.tp_place(name, model, parallel, rank)
             assert all(a - b >= 0 and a + n <= b + m for a, n, b, m in zip(place.offset, place.shape, uncut.offset, uncut.shape, strict=True))  # fmt: skip
 
@@ -122,10 +123,37 @@ def test_which_gradients_are_in_pieces():
         summed = {name: layout.summed(name, model, parallel) for name in layout.parameter_shapes(model) if "layers.0." in name or "layers" not in name}  # fmt: skip
         assert {name for name, axes in summed.items() if "tp" in axes} == wanted
         assert all("dp_replicate" in axes for axes in summed.values())
-        assert {n for n, axes in summed.items() if "dp_shard" in axes} == {
-            n for n in summed if n.endswith("norm.weight")
-        }
+        assert {n for n, axes in summed.items() if "shard" in axes} == {n for n in summed if n.endswith("norm.weight")}
         assert layout.summed("norm.weight", model, Parallel(tp=tp, sp=sp)) == (("tp",) if sp and tp > 1 else ())
+
+
+def test_gradients_of_ranks_that_share_sequences_are_summed_over_all_of_them_at_once():
+    model, up = replace(Model(), qk_norm=True), "layers.0.mlp.up_proj.weight"
+    for axes, sharing, of_matrices, of_norms in (
+        ({"ring": 2}, False, ("sequence",), ("sequence",)),
+        (
+            {"ring": 2, "ulysses": 3, "dp_replicate": 2},
+            False,
+            ("sequence", "dp_replicate"),
+            ("sequence", "dp_replicate"),
+        ),
+        ({"ulysses": 2, "dp_shard": 2}, False, ("sequence",), ("sequence", "shard")),
+        ({"ulysses": 2, "dp_shard": 2}, True, (), ("shard",)),
+        ({"ring": 2, "dp_replicate": 2}, True, ("dp_replicate",), ("shard", "dp_replicate")),
+    ):
+        parallel = Parallel(**axes, shard_sequence_ranks=sharing)
+        assert layout.summed(up, model, parallel) == of_matrices
+        assert layout.summed("norm.weight", model, parallel) == of_norms
+
+
+def test_ranks_together_are_numbered_in_the_grids_order_and_counted_by_their_only_axis():
+    parallel = Parallel(dp_replicate=2, dp_shard=2, ring=2, ulysses=3, tp=2, shard_sequence_ranks=True)
+    assert [layout.size(parallel, name) for name in ("sequence", "shard", "model", "world", "tp")] == [6, 12, 24, 48, 2]
+    assert [layout.coordinate(parallel, rank, "shard") for rank in range(0, 24, 2)] == list(range(12))
+    assert layout.first_copy(parallel) == list(range(24))
+    apart = Parallel(dp_shard=2, ring=2, tp=2)
+    assert layout.first_copy(apart) == [0, 1, 4, 5]
+    assert [layout.counted_as(apart, name) for name in ("sequence", "shard", "model")] == ["ring", "dp_shard", "model"]
 
 
 @settings(max_examples=20)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,9 +14,10 @@ from ranks import once
 
 from outlast import layout
 from outlast.config import Model, Parallel, Run
-from outlast.model.transformer import Packing, Transformer
+from outlast.data.batches import MicroBatch
+from outlast.model.transformer import Transformer
 from outlast.parallel import build, mesh
-from outlast.parallel.inputs import in_rank_order
+from outlast.parallel.inputs import inputs
 from outlast.plan import memory
 from outlast.train.optimizer import Optimizer
 
@@ -113,14 +115,10 @@ def kept_on_a_rank(run, documents):
     grid = once(mesh.make, run.parallel, CPU)
     model, _ = build(run, grid)
     batch, length = len(documents), sum(documents[0])
-    tokens = torch.randint(0, run.model.vocab_size, (batch, length))
-    places = torch.arange(length).repeat(batch, 1)
-    packing = Packing.of(torch.arange(batch), places, documents)
-    if run.parallel.sp:
-        tokens, places = (in_rank_order(x, run.parallel.tp) for x in (tokens, places))
-        stream = torch.arange(length).view(run.parallel.tp, -1)[grid.axes["tp"].rank]
-        packing = Packing(packing.samples_B, places, documents, stream)
-    return kept_for_backward(model, tokens, tokens.roll(-1, 1), packing)
+    tokens = np.random.default_rng(0).integers(0, run.model.vocab_size, (batch, length))
+    places = np.tile(np.arange(length), (batch, 1))
+    one = MicroBatch(np.arange(batch), tokens, np.roll(tokens, -1, 1), places, documents)
+    return kept_for_backward(model, *inputs(one, grid))
 
 
 LAYOUTS = {
@@ -130,6 +128,14 @@ LAYOUTS = {
     "sp, regather": Parallel(tp=2, sp=True, sp_regather=True),
     "kv heads whole": Parallel(tp=4, sp=True),
     "sp, shards": Parallel(tp=2, sp=True, dp_shard=2),
+    "ulysses": Parallel(ulysses=2),
+    "ulysses, kv heads for each": Parallel(ulysses=4),
+    "ring": Parallel(ring=2),
+    "ring 4": Parallel(ring=4),
+    "ring, ulysses": Parallel(ring=2, ulysses=2),
+    "ring, sp": Parallel(ring=2, tp=2, sp=True, sp_regather=True),
+    "ulysses, tp": Parallel(ulysses=2, tp=2),
+    "ring, sharing weights": Parallel(ring=2, shard_sequence_ranks=True),
 }
 
 

@@ -1,5 +1,7 @@
 """Bytes sent, worked out by hand on small shapes, and against what ranks count."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,13 @@ from hypothesis import strategies as st
 from ranks import once
 
 from outlast import layout
-from outlast.config import Run, replaced
+from outlast.config import Parallel, Run, replaced
 from outlast.data import IGNORED
 from outlast.data.batches import MicroBatch
 from outlast.model import loss
 from outlast.parallel import build, mesh
 from outlast.parallel.gradients import complete
-from outlast.parallel.inputs import inputs
+from outlast.parallel.inputs import inputs, learned_here
 from outlast.parallel.matrices import on_whole
 from outlast.plan import memory, traffic
 from outlast.plan.traffic import Traffic
@@ -31,7 +33,7 @@ TINY = replaced(
 def run_of(**knobs):
     """The tiny run with other knobs, by their names: parallel's, then the model's."""
     places = {"dtype": "train.dtype", "optimizer": "optim.name", "length": "data.sequence_length"}
-    axes = ("tp", "sp", "sp_regather", "dp_shard", "dp_replicate", "overlap", "tp_compress")
+    axes = [field.name for field in fields(Parallel)]
     return replaced(
         TINY, {f"parallel.{k}" if k in axes else places.get(k, f"model.{k}"): value for k, value in knobs.items()}
     )
@@ -139,6 +141,53 @@ def test_copies_by_hand():
     assert traffic.step(run, [2], [5])["dp_replicate", "all_reduce"] == Traffic(5, sum(sent))
 
 
+def test_ulysses_by_hand():
+    # A rank has 3 sequences x 2 tokens. It sends the other, of its 2 query heads, 2 keys, 2 values of 3 channels, half: 3
+    # heads x 3 x 4 bytes x 6 tokens = 216; and of the output one head, 72. Two blocks forward, and as much backward.
+    one = traffic.step(run_of(ulysses=2), [3], [5])
+    assert one["ulysses", "all_to_all"] == Traffic(2 * 2 * 2, 2 * 2 * (216 + 72))
+    # One key/value head for both ranks: 1 query + 1 key + 1 value, all the same.
+    fewer = traffic.step(run_of(ulysses=2, num_kv_heads=1), [3], [5])
+    assert fewer["ulysses", "all_to_all"] == one["ulysses", "all_to_all"]
+    # Every gradient is summed over the two: a block's 4 x 6 x 4 + 3 x 24 = 168, embedding 40, norms 20.
+    assert one["ulysses", "all_reduce"] == Traffic(4, (2 * 168 + 40 + 20) * 4)
+    # Over four, of 8 tokens 2 on each: 3 others get of 4 query heads one, of one key/value head that.
+    four = traffic.evaluation(run_of(ulysses=4, num_heads=4, num_kv_heads=1, length=8), [3], [5])
+    assert four["ulysses", "all_to_all"] == Traffic(4, 2 * 6 * 3 * (3 + 1) * 3 * 4)
+
+
+def test_ring_by_hand():
+    # A rank of 2 has 3 sequences x 2 tokens: keys and values are 6 x 2 heads x 2 x 3 channels = 72 numbers, 288 bytes. Two
+    # blocks forward, once more backward, and the gradients.
+    one = traffic.step(run_of(ring=2), [3], [5])
+    assert one["ring", "shift"] == Traffic(2 * 3, 2 * 3 * 288)
+    assert one["ring", "all_reduce"] == Traffic(4, (2 * 168 + 40 + 20) * 4)
+    assert traffic.evaluation(run_of(ring=2), [3], [5])["ring", "shift"] == Traffic(2, 2 * 288)
+    # In bfloat16 the gradients are twice as wide as what they are of.
+    narrow = traffic.step(run_of(ring=4, dtype="bfloat16"), [3], [5])
+    assert narrow["ring", "shift"] == Traffic(2 * 3 * 3, 2 * 3 * (72 + 72 + 144))
+    # Both together are summed over at once, and are counted by a name of their own.
+    both = traffic.step(run_of(ring=2, ulysses=2), [3], [5])
+    assert both["sequence", "all_reduce"] == Traffic(4, 2 * 3 * (2 * 168 + 40 + 20) * 4 // 4)
+    # Sharing weights they gather and scatter them: as dp_shard does.
+    shared = traffic.step(run_of(ring=2, shard_sequence_ranks=True), [3], [5])
+    as_data = traffic.step(run_of(dp_shard=2), [3], [5])
+    for op in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert shared["ring", op] == as_data["dp_shard", op]
+
+
+def test_ulysses_sends_less_the_more_ranks_there_are_and_a_ring_does_not():
+    def sent(**axes):
+        run = run_of(num_heads=16, num_kv_heads=16, length=64, **axes)
+        return {key[1]: one.bytes for key, one in traffic.evaluation(run, [1], [0]).items() if key[0] != "world"}
+
+    stream = 2 * 64 * 16 * 3 * 4  # of two blocks: queries as wide as all heads
+    for n in (2, 4, 8):
+        # Jacobs et al.: 4 N h / P a link, less what stays at home; a ring's keys and values go round whole.
+        assert sent(ulysses=n)["all_to_all"] == 4 * stream * (n - 1) // n**2
+        assert sent(ring=n)["shift"] == 2 * stream * (n - 1) // n
+
+
 def test_muon_by_hand():
     # By size: q, k, v, o of 4 x 4, down 4 x 6, gate and up 6 x 4; of each this rank has half. Two at a time, one on each
     # rank: half of what is worked on elsewhere goes there, and half of what is worked on here goes back.
@@ -220,6 +269,16 @@ COUNTED = {
     "tp in 16 bits": (2, {"tp": 2, "tp_compress": "bf16"}),
     "3 shards": (3, {"dp_shard": 3, "tie_embeddings": False, "dtype": "bfloat16", "optimizer": "muon"}),
     "hybrid": (4, {"dp_replicate": 2, "dp_shard": 2, "qkv_bias": True}),
+    "ulysses": (2, {"ulysses": 2, "num_kv_heads": 2, "qk_norm": True}),
+    "ulysses, kv heads for each": (4, {"ulysses": 4, "num_kv_heads": 1, "dtype": "bfloat16"}),
+    "ring": (2, {"ring": 2, "num_kv_heads": 2}),
+    "ring in bfloat16": (3, {"ring": 3, "length": 24, "dtype": "bfloat16"}),
+    "ring and ulysses": (4, {"ring": 2, "ulysses": 2, "num_kv_heads": 2, "optimizer": "muon"}),
+    "ring and sp": (4, {"ring": 2, "tp": 2, "sp": True, "num_kv_heads": 1}),
+    "ulysses and tp": (4, {"ulysses": 2, "tp": 2, "num_kv_heads": 2}),
+    "ring and ulysses share weights": (4, {"ring": 2, "ulysses": 2, "shard_sequence_ranks": True, "tie_embeddings": False}),
+    "ring and shards": (4, {"ring": 2, "dp_shard": 2, "optimizer": "muon"}),
+    "ring and shards share weights": (4, {"ring": 2, "dp_shard": 2, "shard_sequence_ranks": True, "optimizer": "muon"}),
     "sp and shards": (4, {"tp": 2, "sp": True, "dp_shard": 2, "optimizer": "muon", "tie_embeddings": False}),
 }  # fmt: skip
 
@@ -237,8 +296,9 @@ def counted(run, fed):
     """On a rank: what a step and an evaluation are counted to send, and what was said. `fed`: (sequences, learned) of each pass."""
     grid = once(mesh.make, run.parallel, torch.device("cpu"))
     model, parts = build(run, grid)
-    batches = [inputs(batch_of(run, *one), grid) for one in fed[grid.data_rank]]
-    sequences, learned = zip(*fed[grid.data_rank], strict=True)
+    fed = [batch_of(run, *one) for one in fed[grid.data_rank]]
+    batches = [inputs(one, grid) for one in fed]
+    sequences, learned = zip(*((len(one.documents), learned_here(one, grid)) for one in fed), strict=True)
 
     def sent():
         return {key: Traffic(one.calls, one.bytes) for key, one in grid.counts.take().items()}
