@@ -179,7 +179,7 @@ class Train:
     deterministic: bool = free(False)
     """Refuse kernels whose sums come in another order each time. CPU runs are bitwise repeatable without it."""
     allow_change: bool = free(False)
-    """Go on with a run although an [optim], [schedule], [train] or [eval] knob is not as it was. Written to the journal."""
+    """Go on with a run although an [optim], [schedule], [train] or [eval] knob, or parallel.tp_compress, is not as it was. Written to the journal."""
 
 
 @dataclass(frozen=True)
