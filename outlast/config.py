@@ -242,6 +242,10 @@ class Parallel:
     """`topk`: share of each tensor's elements that a copy sends."""
     dp_exact_steps: int = result(100, "> 0")
     """`onebit`: steps in which gradients are sent exactly, until AdamW's second moment is worth keeping as it is: a few times 1 / (1 - optim.beta2)."""
+    overlap: int = free(0, ">= 0", most=1 << 16)
+    """Under `sp`, into how many pieces the gathered stream is cut, to travel under the products: as many of each rank's stretch, rounded up. 1: one, nothing overlaps. 0: the fastest, measured at the start."""
+    tp_compress: Literal["none", "bf16", "int8"] = result("none")
+    """How activations and their gradients travel over `tp`: as they are, in bfloat16, or in 8 bits with a float32 scale a token. Rounds them, so it bears on the result."""
 
 
 @dataclass(frozen=True)

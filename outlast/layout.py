@@ -117,6 +117,7 @@ def check(run: Run, there: int | None = None) -> None:
         )
     if parallel.dp_compress != "none":
         _check_compression(run)
+    _check_transfers(run)
     if there is not None and ranks(parallel) != there:
         product = " x ".join(f"{axis}={size}" for axis, size in degrees(parallel).items() if size > 1) or "of one rank"
         raise UsageError(
@@ -124,6 +125,29 @@ def check(run: Run, there: int | None = None) -> None:
             fix=f"start {ranks(parallel)} (torchrun --nproc-per-node {ranks(parallel)}), or set degrees whose product is {there}",
             key=next(f"parallel.{axis}" for axis, size in reversed(degrees(parallel).items()) if size > 1 or axis == AXES[0]),
         )  # fmt: skip
+
+
+def _check_transfers(run: Run) -> None:
+    """Refuse pieces and codes for what does not travel, or already travels so."""
+    parallel = run.parallel
+    if parallel.overlap > 1 and not parallel.sp:
+        raise UsageError(
+            f"parallel.overlap is {parallel.overlap}, and parallel.sp is not on: nothing is gathered for products to overlap with",
+            fix="set parallel.sp and parallel.tp, or leave parallel.overlap at 0",
+            key="parallel.overlap",
+        )
+    if parallel.tp_compress != "none" and parallel.tp == 1:
+        raise UsageError(
+            f"parallel.tp_compress is {parallel.tp_compress}, and parallel.tp is 1: no activations travel",
+            fix="set parallel.tp to 2 or more, or parallel.tp_compress to none",
+            key="parallel.tp_compress",
+        )
+    if parallel.tp_compress == "bf16" and run.train.dtype == "bfloat16":
+        raise UsageError(
+            "parallel.tp_compress is bf16, and activations are bfloat16 already",
+            fix="set parallel.tp_compress to int8 or none, or train.dtype to float32",
+            key="parallel.tp_compress",
+        )
 
 
 def _check_tensor_parallel(model: Model, tp: int) -> None:
@@ -247,6 +271,17 @@ def sent(op: str, size: int, ranks: int) -> int:
         can do with; an all-reduce is a reduce-scatter and an all-gather.
     """
     return size * (ranks - 1) // ranks * (2 if op == "all_reduce" else 1)
+
+
+def row_bytes(numbers: int, wide: int, compress: str) -> int:
+    """Bytes of a row of activations as it travels over tp.
+
+    Args:
+        numbers: in the row.
+        wide: bytes of one in the compute type.
+        compress: `parallel.tp_compress`; in 8 bits a row has a scale of 4 bytes.
+    """
+    return {"none": wide * numbers, "bf16": 2 * numbers, "int8": numbers + 4}[compress]
 
 
 @functools.cache  # asked for every parameter, and by Muon in every step

@@ -12,7 +12,14 @@ from outlast.errors import UsageError
 def test_neighbours_on_the_grid():
     grid = Parallel(dp_replicate=2, dp_shard=3, ring=2, ulysses=2, tp=2)
     told = [tuple(layout.coordinates(grid, rank)[axis] for axis in layout.AXES) for rank in (0, 1, 2, 4, 8, 47)]
-    assert told == [(0, 0, 0, 0, 0), (0, 0, 0, 0, 1), (0, 0, 0, 1, 0), (0, 0, 1, 0, 0), (0, 1, 0, 0, 0), (1, 2, 1, 1, 1)]
+    assert told == [
+        (0, 0, 0, 0, 0),
+        (0, 0, 0, 0, 1),
+        (0, 0, 0, 1, 0),
+        (0, 0, 1, 0, 0),
+        (0, 1, 0, 0, 0),
+        (1, 2, 1, 1, 1),
+    ]
 
 
 @given(st.integers(0, 100), st.integers(0, 64), st.integers(1, 9))
@@ -49,6 +56,22 @@ def test_what_does_not_divide_is_refused_with_what_does():
     assert error.what == "cannot share 33 positions among tp=2 ranks under sequence parallelism"
     assert "32 or 34" in error.fix
     assert refused(parallel__sp_regather=True).key == "parallel.sp_regather"
+
+
+def test_what_does_not_travel_is_neither_cut_nor_rounded():
+    error = refused(parallel__tp=2, parallel__overlap=4)
+    assert (
+        error.what
+        == "parallel.overlap is 4, and parallel.sp is not on: nothing is gathered for products to overlap with"
+    )
+    assert error.key == "parallel.overlap"
+    layout.check(config.replaced(Run(), {"parallel.overlap": 1}))
+    error = refused(parallel__tp_compress="int8")
+    assert error.what == "parallel.tp_compress is int8, and parallel.tp is 1: no activations travel"
+    error = refused(parallel__tp=2, parallel__tp_compress="bf16", train__dtype="bfloat16")
+    assert error.what == "parallel.tp_compress is bf16, and activations are bfloat16 already"
+    assert error.key == "parallel.tp_compress"
+    layout.check(config.replaced(Run(), {"parallel.tp": 2, "parallel.tp_compress": "int8", "train.dtype": "bfloat16"}))
 
 
 def test_a_key_value_group_is_never_torn():

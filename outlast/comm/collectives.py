@@ -70,6 +70,10 @@ class Counts:
         return taken
 
 
+Works = tuple[Sequence[dist.Work], Sequence[dist.Work]]
+"""Transfers under way: those that come in, those that go out."""
+
+
 class InFlight:
     """A transfer that has begun and goes on by itself. Its tensors are not to be touched before :meth:`wait` is through."""
 
@@ -97,13 +101,17 @@ class Axis:
         name: the axis.
         group: torch's process group of them.
         counts: where calls are counted.
+
+    Attributes:
+        freely: transfers go on whatever order they were posted in. NCCL's come one after the other: each waits for its
+            partner.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, counts: Counts) -> None:
         self.name, self.group, self.counts = name, group, counts
         self.ranks, self.rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         self.size = len(self.ranks)
-        self._gathers_itself = dist.get_backend(group) != "gloo"
+        self.freely = dist.get_backend(group) == "gloo"
 
     def _counted(self, op: str, whole: Tensor, size: int | None = None) -> contextlib.AbstractContextManager[None]:
         bytes_ = sent(op, whole.numel() * whole.element_size(), self.size) if size is None else size
@@ -122,7 +130,7 @@ class Axis:
         part = part.contiguous()
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:])) if out is None else out
         with self._counted("all_gather", whole):
-            if self._gathers_itself:
+            if not self.freely:
                 dist.all_gather_single(whole, part, group=self.group)
             else:
                 parts = list(whole.view(self.size, *part.shape))
@@ -136,26 +144,45 @@ class Axis:
         whole = whole.contiguous()
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:])) if out is None else out
         with self._counted("reduce_scatter", whole):
-            if self._gathers_itself:
+            if not self.freely:
                 dist.reduce_scatter_single(part, whole, group=self.group)
                 return part
             mine = list(whole.view(self.size, *part.shape))
             pieces = list(whole.new_empty((self.size - 1, *part.shape)))
             pieces.insert(self.rank, mine[self.rank])
             self._exchange(mine, pieces)
-            if part.element_size() < 4:
-                return part.copy_(functools.reduce(Tensor.add_, pieces[1:], pieces[0].float()))
-            return functools.reduce(Tensor.add_, pieces[2:], torch.add(pieces[0], pieces[1], out=part))
+            return summed(pieces, part)
 
     def _exchange(self, outward: Sequence[Tensor], inward: Sequence[Tensor]) -> None:
         """Send part i to rank i and receive rank i's in `inward[i]`, contiguous all; this rank's own stay where they are."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        ops = [dist.P2POp(dist.irecv, inward[i], group=self.group, group_peer=i) for i in others if inward[i].numel()]
-        ops += [
-            dist.P2POp(dist.isend, outward[i], group=self.group, group_peer=i) for i in others if outward[i].numel()
-        ]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        for works in self.post([(i, outward[i]) for i in others], [(i, inward[i]) for i in others]):
+            for work in works:
+                work.wait()
+
+    def post(self, outward: Sequence[tuple[int, Tensor]], inward: Sequence[tuple[int, Tensor]]) -> Works:
+        """Begin to send to some ranks and to receive from some. Not counted.
+
+        Two ranks must post what goes between them in the same order; unless :attr:`freely`, both directions in one call.
+
+        Args:
+            outward: rank and what it gets, contiguous, not to be changed until waited for; nothing goes where it is empty.
+            inward: rank and where what it sends is put.
+
+        Returns:
+            What to wait for: before what came in is read, and before what went out is changed.
+        """
+        ops = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=i) for i, x in inward if x.numel()]
+        arriving = len(ops)
+        ops += [dist.P2POp(dist.isend, x, group=self.group, group_peer=i) for i, x in outward if x.numel()]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return (works[:arriving], works[arriving:]) if self.freely else (works, [])
+
+    def during(
+        self, op: str, device: torch.device, size: int = 0, calls: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Count the time inside, and so many bytes and calls, for a collective made of posted transfers."""
+        return self.counts.counted(self.name, op, size, device, calls)
 
     def all_to_all(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Send part i to rank i, and receive rank i's part for this rank in `into[i]`: contiguous, any sizes."""
@@ -192,6 +219,13 @@ class Axis:
         told: list[Any] = [None] * self.size
         dist.all_gather_object(told, mine, group=self.group)
         return told
+
+
+def summed(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
+    """The sum of at least two pieces in the order they come in; into 16 bits in float32. Wider pieces may be changed."""
+    if out.element_size() < 4:
+        return out.copy_(functools.reduce(Tensor.add_, pieces[1:], pieces[0].float()))
+    return functools.reduce(Tensor.add_, pieces[2:], torch.add(pieces[0], pieces[1], out=out))
 
 
 _GONE: Final = (

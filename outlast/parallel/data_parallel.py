@@ -1,6 +1,8 @@
 """Sharded data parallelism: the ranks of `dp_shard` share one copy's weights, gradients and moments, by torch's FSDP2.
 
 With `shard_sequence_ranks` those that share a sequence do, too. A block's weights are gathered before it works and let go after; its gradients are summed and scattered as they appear.
+The next block's weights travel while one works, forward by our word and backward by FSDP2's own, and gradients until the
+pass ends: over gloo by transfers that were posted, with NCCL on a stream of their own.
 The transfers are ours, so that they are counted, and a reduce-scatter over gloo moves half of what torch's would. Under
 bfloat16 blocks are gathered in it, embedding and output in float32. Norm weights stay whole on every rank: they are few,
 and where products are in bfloat16 they must not be. What copies
@@ -9,7 +11,10 @@ and where products are in bfloat16 they must not be. What copies
 Source: Rajbhandari et al. 2020 (arXiv 1910.02054) stage 3.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from outlast import layout
 from outlast.comm.collectives import Axis
+from outlast.comm.pieces import Gathering, Scattering, Stream
 from outlast.model.loss import sum_dtype
 from outlast.model.transformer import Transformer
 from outlast.parallel.mesh import Mesh
@@ -42,21 +48,28 @@ def apply(model: Transformer, mesh: Mesh) -> None:
         whole = {parameter for name, parameter in module.named_parameters() if not layout.fsdp_shards(f".{name}")}
         fully_shard(module, mesh=mesh.sharing, mp_policy=policy, ignored_params=whole)
         _count_and_sum(module, axis)
+    for module, following in itertools.pairwise((model, *model.layers)):
+        _sharded(module).set_modules_to_forward_prefetch([_sharded(following)])
 
 
 def _count_and_sum(module: nn.Module, axis: Axis) -> None:
     """Have FSDP2 call our transfers, and sum gradients rather than average them: the loss is already a share."""
+    sharded = _sharded(module)
+    sharded.set_custom_all_gather(_AllGather(axis))
+    sharded.set_custom_reduce_scatter(_ReduceScatter(axis, sharded))
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _sharded(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
         raise TypeError(f"{type(module).__name__} is not sharded")
-    module.set_custom_all_gather(_AllGather(axis))
-    module.set_custom_reduce_scatter(_ReduceScatter(axis))
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
+    return module
 
 
 class _Transfer:
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+        self.axis, self.stream = axis, Stream(axis, axis.size)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for one side of a transfer."""
@@ -64,10 +77,56 @@ class _Transfer:
 
 
 class _AllGather(_Transfer, AllGather):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
-        self.axis.all_gather(input_tensor, output_tensor)
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any
+    ) -> dist.Work | None:
+        if not self.axis.freely:
+            self.axis.all_gather(input_tensor, output_tensor)  # on the stream that FSDP2 keeps for it
+            return None
+        return _UnderWay(self.stream.gather(input_tensor, output_tensor))
+
+
+class _UnderWay(dist.Work):
+    """What FSDP2 waits for before it first uses what was gathered."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        super().__init__()
+        self.gathering = gathering
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self.gathering.finish()
+        return True
 
 
 class _ReduceScatter(_Transfer, ReduceScatter):
+    """Sums that are there when the backward pass ends.
+
+    FSDP2 expects them at once, but does not read them: it makes the gradient a view of where they are put, or adds them
+    to the gradient of the step's earlier passes. Then it is given zeros to add, and what came is added at the end.
+    """
+
+    def __init__(self, axis: Axis, module: FSDPModule) -> None:
+        super().__init__(axis)
+        self.module, self.gradient = module, torch.empty(0)
+
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
-        self.axis.reduce_scatter(input_tensor, output_tensor)
+        if not self.axis.freely:
+            self.axis.reduce_scatter(input_tensor, output_tensor)
+            return
+        if self._first_pass():
+            self.gradient = output_tensor
+            end = functools.partial(_sum_into, self.stream.scatter(input_tensor, output_tensor).at_once(), None)
+        else:
+            output_tensor.zero_()
+            end = functools.partial(_sum_into, self.stream.scatter(input_tensor).at_once(), self.gradient)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _first_pass(self) -> bool:
+        group = self.module._get_fsdp_state()._fsdp_param_group
+        return group is None or all(one.sharded_param.grad is None for one in group.fsdp_params)
+
+
+def _sum_into(scattering: Scattering, gradient: Tensor | None) -> None:
+    total = scattering.total()
+    if gradient is not None:
+        gradient.add_(total)

@@ -3,7 +3,8 @@
 Without sequence parallelism every rank has the whole residual stream; products into attention and feed-forward need no
 transfer forward, and those out of them are summed by an all-reduce. With it (`parallel.sp`) a rank has the stream at S/t
 positions of each sequence: the all-reduce falls into its two halves, a reduce-scatter where a product leaves and an
-all-gather where the next one enters, the same bytes, and what lies between is kept once instead of t times.
+all-gather where the next one enters, the same bytes, and what lies between is kept once instead of t times. There the
+products fall into pieces that travel under one another: :mod:`outlast.comm.overlap`.
 
 The gathered stream stands in rank order, as :mod:`outlast.parallel.inputs` says, so that gathering and scattering copy
 nothing. Feed-forward does not mind; attention puts the sequences together.
@@ -22,7 +23,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from outlast import layout
-from outlast.comm.collectives import Axis
+from outlast.comm.overlap import GatherMultiply, MultiplyScatter
+from outlast.comm.pieces import Stream
+from outlast.comm.rows import CODES
 from outlast.config import Run
 from outlast.data import IGNORED
 from outlast.model.loss import Columns, loss_and_gradients
@@ -57,6 +60,8 @@ class _Seams:
 
     def __init__(self, model: Transformer, run: Run, mesh: Mesh) -> None:
         self.axis, self.sp, self.regather = mesh.axes["tp"], run.parallel.sp, run.parallel.sp_regather
+        # 0 pieces: left to be measured, and this model was built without a run's start.
+        self.stream = Stream(self.axis, max(1, run.parallel.overlap), CODES[run.parallel.tp_compress])
         self.compute, self.attend_whole = model.compute, model.seams.attend
         rows = layout.share(0, run.model.vocab_size, self.axis.size, self.axis.rank)
         self.vocabulary = rows
@@ -75,11 +80,15 @@ class _Seams:
     def project_in(self, x: Float[Tensor, "B R D"], into: Sequence[nn.Linear]) -> tuple[Float[Tensor, "_ R _"], ...]:
         """The products that enter attention or feed-forward: this rank's heads or channels, of every position."""
         parts = [self._weight_and_bias(layer, x.dtype) for layer in into]
-        if self.sp and self.regather:
+        if self.sp:
             weights, biases = zip(*parts, strict=True)
-            return _GatherAgain.apply(x, self.axis, len(weights), *weights, *biases)
-        entered = _Gather.apply(x, self.axis) if self.sp else _Copy.apply(x, self.axis)
+            return self._gather_multiply(x, *weights, *biases)
+        entered = _Copy.apply(x, self.stream)
         return tuple(F.linear(entered, weight, bias) for weight, bias in parts)
+
+    @torch.compiler.disable
+    def _gather_multiply(self, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
+        return GatherMultiply.apply(x, self.stream, self.regather, len(weights_and_biases) // 2, *weights_and_biases)
 
     def _weight_and_bias(self, layer: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """What this rank multiplies with; of key/value heads that each rank holds whole, the one its queries read."""
@@ -89,11 +98,17 @@ class _Seams:
 
     def project_out(self, x: Float[Tensor, "_ R F"], out: nn.Linear) -> Float[Tensor, "B R D"]:
         """The product that leaves: each rank has a summand of it. The bias comes once, after the sum."""
-        summed = self._leave(F.linear(x, out.weight.to(x.dtype)))
+        weight = out.weight.to(x.dtype)
+        summed = self._multiply_scatter(x, weight) if self.sp else self._leave(F.linear(x, weight))
         return summed if out.bias is None else summed + out.bias.to(x.dtype)
 
+    @torch.compiler.disable
+    def _multiply_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
+        return MultiplyScatter.apply(x, weight, self.stream)
+
+    @torch.compiler.disable
     def _leave(self, x: Tensor) -> Tensor:
-        return _Scatter.apply(x, self.axis) if self.sp else _Sum.apply(x, self.axis)
+        return _Scatter.apply(x, self.stream) if self.sp else _Sum.apply(x, self.stream)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, layer: int) -> Float[Tensor, "tB R h K"]:
         """Attention over whole sequences, in and out in rank order."""
@@ -120,80 +135,39 @@ class _Copy(torch.autograd.Function):
     """The stream enters products of which each rank has some: nothing forward, its gradient summed backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, stream: Stream) -> Tensor:
+        ctx.stream = stream
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_reduce(grads[0].contiguous()), None  # made by the products for us alone
+        return ctx.stream.all_reduce(grads[0].contiguous()), None  # made by the products for us alone
 
 
 class _Sum(torch.autograd.Function):
     """Summands of the stream are summed: in place, since a product does not need its result again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stream: Stream) -> Tensor:
         ctx.mark_dirty(x)
-        return axis.all_reduce(x)
+        return stream.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
 
-class _Gather(torch.autograd.Function):
-    """Stretches of the stream to the whole stream; summands of its gradient back to stretches."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.reduce_scatter(grads[0]), None
-
-
 class _Scatter(torch.autograd.Function):
     """Summands of the whole stream to summed stretches; stretches of the gradient to the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.reduce_scatter(x)
+    def forward(ctx: Any, x: Tensor, stream: Stream) -> Tensor:
+        ctx.stream = stream
+        return stream.reduce_scatter(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.all_gather(grads[0]), None
-
-
-class _GatherAgain(torch.autograd.Function):
-    """Gather and multiply, keeping the stretch alone: the weights' gradients need the whole, so it is gathered again.
-
-    Source: Korthikanti et al. 2022, section 4.2.2.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, count: int, *weights_and_biases: Any) -> tuple[Tensor, ...]:
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        ctx.axis, ctx.biased = axis, [bias is not None for bias in biases]
-        ctx.save_for_backward(x, *weights)
-        whole = axis.all_gather(x)
-        return tuple(F.linear(whole, *one) for one in zip(weights, biases, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        whole = ctx.axis.all_gather(x).flatten(0, 1)
-        flat = [grad.flatten(0, 1) for grad in grads]
-        entered = flat[0] @ weights[0]
-        for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            entered.addmm_(grad, weight)
-        of_weights = [grad.T @ whole for grad in flat]
-        of_biases = [grad.sum(0) if biased else None for grad, biased in zip(flat, ctx.biased, strict=True)]
-        of_x = ctx.axis.reduce_scatter(entered.view(-1, *x.shape[1:]))
-        return of_x, None, None, *of_weights, *of_biases
+        return ctx.stream.all_gather(grads[0]), None
 
 
 class _Loss(torch.autograd.Function):
@@ -201,7 +175,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_VD: Tensor, targets: Tensor, seams: _Seams) -> Tensor:
-        whole = seams.axis.all_gather(hidden) if seams.sp else hidden
+        whole = seams.stream.all_gather(hidden) if seams.sp else hidden
         learned = targets != IGNORED
         wanted = ctx.needs_input_grad[:2]
         total, of_learned, of_weight = loss_and_gradients(
@@ -211,7 +185,7 @@ class _Loss(torch.autograd.Function):
         if of_learned is not None:
             of_whole = torch.zeros_like(whole)
             of_whole[learned] = of_learned
-            of_hidden = seams.axis.reduce_scatter(of_whole) if seams.sp else seams.axis.all_reduce(of_whole)
+            of_hidden = seams.stream.reduce_scatter(of_whole) if seams.sp else seams.stream.all_reduce(of_whole)
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.weight_dtype = weight_VD.dtype
         return total

@@ -45,13 +45,15 @@ than one axis those that :func:`outlast.layout.joint` names."""
 class _Transfer:
     """Equal collectives: `size` is the bytes of the whole tensor that each reduces, gathers or scatters.
 
-    Of an all-to-all, whose parts are of any size, and of a shift, it is what this rank sends to others.
+    Of an all-to-all, whose parts are of any size, and of a shift, it is what this rank sends to others; of another, where
+    `uneven`.
     """
 
     axis: str
     op: str
     size: int
     times: int = 1
+    uneven: bool = False
 
 
 def step(
@@ -68,7 +70,7 @@ def step(
     """
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
     for count, targets in zip(sequences, learned, strict=True):
-        moved += _stream(run, count, targets, backward=True)
+        moved += _stream(run, count, targets, rank, backward=True)
         moved += _attention(run, count, backward=True)
         moved += _shards(run, rank, forward=1, backward=1)
     apart = run.parallel.dp_compress == "onebit" and (number is None or number > run.parallel.dp_exact_steps)
@@ -84,7 +86,7 @@ def evaluation(run: Run, sequences: Sequence[int], learned: Sequence[int], rank:
     """What one rank sends in an evaluation: passes forward, and the sum of its losses. Arguments as of :func:`step`."""
     moved = [_Transfer("world", "all_reduce", 8 * 2)]
     for count, targets in zip(sequences, learned, strict=True):
-        moved += _stream(run, count, targets, backward=False)
+        moved += _stream(run, count, targets, rank, backward=False)
         moved += _attention(run, count, backward=False)
     moved += _shards(run, rank, forward=len(sequences), backward=0)
     return _added(run.parallel, moved)
@@ -124,13 +126,13 @@ def _added(parallel: Parallel, moved: Iterable[_Transfer]) -> Totals:
         ranks, axis = layout.size(parallel, one.axis), layout.counted_as(parallel, one.axis)
         if ranks == 1 or not one.times:
             continue
-        before = totals.get((axis, one.op), Traffic(0, 0))
-        each = one.size if one.op in ("all_to_all", "shift") else layout.sent(one.op, one.size, ranks)
+        before, sent = totals.get((axis, one.op), Traffic(0, 0)), one.uneven or one.op in ("all_to_all", "shift")
+        each = one.size if sent else layout.sent(one.op, one.size, ranks)
         totals[axis, one.op] = Traffic(before.calls + one.times, before.bytes + one.times * each)
     return totals
 
 
-def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Transfer]:
+def _stream(run: Run, count: int, targets: int, rank: int, backward: bool) -> Iterator[_Transfer]:
     """A pass over `tp`: the residual stream and its gradient, and what the parts of the vocabulary tell each other.
 
     Embedding, attention and feed-forward each leave a summand of the stream on every rank, and attention, feed-forward
@@ -138,22 +140,30 @@ def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Tra
     does, and an all-gather comes before each product and before each gradient that one needs whole. As an all-reduce is
     the one and the other, a block sends the same both ways: 8 N (t - 1) / t in a pass.
 
-    A block that is recomputed in full does again in the backward pass what it did forward, up to the last product: what
-    this leaves is summed again only under dropout, whose mask lies behind it and is needed.
+    A block that is recomputed in full does again in the backward pass what it did forward. But an all-reduce after the
+    last product is made again only under dropout, whose mask lies behind it and is needed; under sequence parallelism
+    product and reduce-scatter are one.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198) section 4.2.2.
     """
     wide, exact = memory.widths(run.train.dtype)
-    layers, whole = run.model.num_layers, count * tokens_here(run) * run.model.hidden_size * wide
+    layers, tokens, code = run.model.num_layers, count * tokens_here(run), run.parallel.tp_compress
+    row = layout.row_bytes(run.model.hidden_size, wide, code)
+    whole = tokens * row
     entering, leaving = 2 * layers + 1, 1 + 2 * layers  # the blocks', and the loss; the embedding, and the blocks'
     anew = settings.recomputed(run) if backward and run.train.recompute == "full" else 0
-    leaving_anew = anew * (2 if run.model.dropout else 1)
+    leaving_anew = anew * (2 if run.model.dropout or run.parallel.sp else 1)
     if run.parallel.sp:
         again = 2 * layers if run.parallel.sp_regather else 0
         yield _Transfer("tp", "all_gather", whole, entering + 2 * anew + (leaving + again if backward else 0))
         yield _Transfer("tp", "reduce_scatter", whole, leaving + leaving_anew + (entering if backward else 0))
-    else:
+    elif code == "none":
         yield _Transfer("tp", "all_reduce", whole, leaving + leaving_anew + (entering if backward else 0))
+    else:  # each rank sums its share of the tokens, and hands it out
+        tp, times = run.parallel.tp, leaving + leaving_anew + (entering if backward else 0)
+        mine = len(layout.share(0, tokens, tp, layout.coordinates(run.parallel, rank)["tp"]))
+        yield _Transfer("tp", "reduce_scatter", (tokens - mine) * row, times, uneven=True)
+        yield _Transfer("tp", "all_gather", (tp - 1) * mine * row, times, uneven=True)
     # The log-sum-exp of each rank's logits, and the target's where it has it; so many tokens at a time as fit the rank
     # with the largest part of the vocabulary.
     rows = max(FEWEST_ROWS, LOGITS_AT_ONCE // len(layout.share(0, run.model.vocab_size, run.parallel.tp, 0)))

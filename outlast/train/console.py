@@ -121,6 +121,10 @@ def _layout(run: Run) -> str:
     told = [" x ".join(degrees) + f" = {layout.ranks(run.parallel)} ranks"]
     if run.parallel.sp:
         told.append("sequence parallel" + (", gathering again" if run.parallel.sp_regather else ""))
+        pieces = {0: "pieces to be measured", 1: "in one piece"}
+        told.append(pieces.get(run.parallel.overlap, f"in {run.parallel.overlap} pieces"))
+    if run.parallel.tp_compress != "none":
+        told.append(f"activations rounded to {run.parallel.tp_compress} over tp")
     if layout.size(run.parallel, "sequence") > 1:
         among = "a rank, or its tp, has" if run.parallel.tp > 1 else "a rank has"
         told.append(f"{among} {traffic.tokens_here(run)} tokens of each sequence")

@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from outlast.metrics import Metrics
 from outlast.model import hf
 from outlast.model.transformer import Transformer
 from outlast.parallel import agreement, build
+from outlast.parallel.chosen_pieces import chosen
 from outlast.parallel.gradients import Part
 from outlast.parallel.mesh import Mesh, make
 from outlast.plan import memory
@@ -169,7 +170,9 @@ def settle(
     corpus = prepare(run.data, tokenizer, progress)
     decided = {"train.dtype": _dtype(run, device), "model.vocab_size": run.model.vocab_size or tokenizer.vocab_size}
     weights = hf.fingerprint(Path(run.model.weights)) if run.model.weights else ""
-    return Settled(config.replaced(run, decided), tokenizer, corpus, device, weights)
+    run = config.replaced(run, decided)
+    layout.check(run)  # what hangs on these
+    return Settled(run, tokenizer, corpus, device, weights)
 
 
 def _device(run: Run, launched: environment.Launched | None) -> torch.device:
@@ -252,6 +255,8 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
             },
         )
         changed = compare(run, settled.identity, saved)
+        asked, run = run, config.replaced(run, {"parallel.overlap": chosen(run, mesh)})
+        settled = replace(settled, run=run)
         model, parts = build(run, mesh)
         optimizer = Optimizer(parts, run, mesh)
         feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
@@ -275,7 +280,7 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
     training = Training(settled, mesh, model, parts, optimizer, feed, kept, journal, metrics, *state)
     if journal:
         training.note("start", **_start(settled, mesh, position, saved, changed))
-        _write_records(settled, folder)
+        _write_records(replace(settled, run=asked), folder)  # the next start may choose anew
         (folder / "outcome.json").unlink(missing_ok=True)  # of the start before
     return training
 
@@ -303,6 +308,7 @@ def _start(
         "changed": changed,
         "layout": layout.degrees(run.parallel)
         | {"sp": run.parallel.sp, "shard_sequence_ranks": run.parallel.shard_sequence_ranks},
+        "overlap": run.parallel.overlap,
         "batch": settings.batch_sequences(run),
         "dtype": run.train.dtype,
         "device": device_name(settled.device),

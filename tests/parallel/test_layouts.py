@@ -26,6 +26,7 @@ FAST = [
     ("tp 2", "sgd"),
     ("tp 4 + sp", ""),
     ("tp 2 + sp x dp_shard 2", "sgd"),
+    ("tp 2 + sp, regather, overlap", "sgd"),
     ("ring 2", "sgd"),
     ("ulysses 4", ""),
     ("ring 2 x ulysses 2, sharing weights", "sgd"),

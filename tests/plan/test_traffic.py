@@ -77,6 +77,29 @@ def test_sequence_parallel_by_hand():
     assert traffic.step(run_of(tp=2, sp=True, sp_regather=True, qk_norm=True), [3], [5]) == expected
 
 
+def test_rounded_activations_by_hand():
+    # 12 tokens of 4 numbers: 16 bytes a token, 8 in bfloat16, 4 and a scale of 4 in eight bits: 192, 96, 96 bytes. Half
+    # of that in each of 10 gathers and 10 scatters; norms and the loss are as they were.
+    exact = traffic.step(run_of(tp=2, sp=True, qk_norm=True), [3], [5])
+    for code, half in (("bf16", 48), ("int8", 48)):
+        sent = traffic.step(run_of(tp=2, sp=True, qk_norm=True, tp_compress=code), [3], [5])
+        assert sent == exact | {
+            ("tp", "all_gather"): Traffic(11, 10 * half + 40),
+            ("tp", "reduce_scatter"): Traffic(10, 10 * half),
+        }
+    # Wide rows: 2 and close to 4 times fewer.
+    wide = {code: traffic.total(traffic.step(run_of(tp=2, sp=True, hidden_size=1000, tp_compress=code), [3], [0]), "tp") for code in ("none", "bf16", "int8")}  # fmt: skip
+    norms = 5 * 1000 * 4
+    assert (wide["none"] - norms) / (wide["bf16"] - norms) == 2
+    assert (wide["none"] - norms) / (wide["int8"] - norms) == 4000 / 1004
+    # Over three ranks 4 tokens are 2, 1 and 1: 8 bytes a token, of those of others to sum, and of one's own to two.
+    run = run_of(tp=3, num_heads=3, num_kv_heads=3, intermediate_size=6, tp_compress="int8")
+    for rank, mine in enumerate((2, 1, 1)):
+        sent = traffic.step(run, [1], [0], rank)
+        assert sent["tp", "reduce_scatter"] == Traffic(10, 10 * (4 - mine) * 8)
+        assert sent["tp", "all_gather"] == Traffic(10, 10 * 2 * mine * 8)
+
+
 def test_key_value_heads_held_whole_are_summed_by_hand():
     # One of 3 channels for two ranks: k and v are 3 x 4 on each, 24 numbers a block, a transfer a block.
     fewer = traffic.step(run_of(tp=2, num_kv_heads=1), [], [])
@@ -238,9 +261,10 @@ def test_a_recomputed_block_by_hand(sp):
     def sent(**knobs):
         return traffic.total(traffic.step(run_of(tp=2, sp=sp, **knobs), [3], [5]), "tp")
 
-    # Attention's summand is summed again, feed-forward's is not: one all-reduce a block; gathered again are both inputs.
-    assert sent(recompute="full") - sent() == 2 * (3 * 96 if sp else 192)
-    assert sent(recompute="full", recompute_layers=1) - sent() == (3 * 96 if sp else 192)
+    # Attention's summand is summed again, feed-forward's is not: one all-reduce a block. Under sp both are, with
+    # their products, and gathered again are both inputs.
+    assert sent(recompute="full") - sent() == 2 * (4 * 96 if sp else 192)
+    assert sent(recompute="full", recompute_layers=1) - sent() == (4 * 96 if sp else 192)
     # Behind the last sum is a dropout mask that the backward pass needs.
     assert sent(recompute="full", dropout=0.1) - sent(dropout=0.1) == 2 * (4 * 96 if sp else 2 * 192)
     assert sent(recompute="attention") == sent()
@@ -305,6 +329,10 @@ COUNTED = {
     "tp": (2, {"tp": 2, "qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True}),
     "sp": (2, {"tp": 2, "sp": True, "qk_norm": True, "out_bias": True, "mlp_bias": True, "dtype": "bfloat16"}),
     "sp, regather, kv heads whole": (4, {"tp": 4, "sp": True, "sp_regather": True, "num_kv_heads": 2, "qkv_bias": True, "optimizer": "muon"}),
+    "sp, in pieces": (2, {"tp": 2, "sp": True, "overlap": 8, "qkv_bias": True}),
+    "sp, in pieces of 8 bits, regather": (4, {"tp": 4, "sp": True, "sp_regather": True, "overlap": 16, "tp_compress": "int8"}),
+    "tp in 8 bits": (3, {"tp": 3, "num_heads": 3, "num_kv_heads": 3, "intermediate_size": 21, "tp_compress": "int8"}),
+    "tp in 16 bits": (2, {"tp": 2, "tp_compress": "bf16"}),
     "3 shards": (3, {"dp_shard": 3, "tie_embeddings": False, "dtype": "bfloat16", "optimizer": "muon"}),
     "hybrid": (4, {"dp_replicate": 2, "dp_shard": 2, "qkv_bias": True}),
     "ulysses": (2, {"ulysses": 2, "num_kv_heads": 2, "qk_norm": True}),

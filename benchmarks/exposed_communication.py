@@ -1,0 +1,360 @@
+"""How much of the transfers is still waited for when they travel under the products, on links as slow as the compute.
+
+Each rank trains on a host of its own (benchmarks/hosts.py), a thread each, its link shaped by the kernel (tc, tbf). A
+step is taken in three ways in turn: transfers waited for where they are called; overlapped; and with a stand-in for the
+collectives that moves nothing. Exposed is a step's time less that of the last. The rate is set in the run, so that the
+transfers of a step take as long as its computation.
+
+Goal: exposed, overlapped over waited for, at most 25 %.
+
+Beside it, in the same unit: `ideal`, had all of the transfers run under all of the compute, max(compute, transfers) less
+compute; and `bound`, what products cannot hide since each transfer runs only under the products that it belongs to:
+what it takes longer than they do, where it has none all of it, and of one that is sent the first piece's product. It is
+worked out from the products' times, measured in the same run.
+
+Needs root and Linux. Ranks beyond the cores compute slower, and the rate is set by that.
+
+    python -m benchmarks.exposed_communication [--check] [--rounds N] [--only WORD]
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import hosts, measure, rank_steps
+from outlast import environment, parallel
+from outlast.comm.collectives import Axis, InFlight, Works
+from outlast.config import Model, Parallel, Run, replaced
+from outlast.data.batches import MicroBatch
+from outlast.parallel import chosen_pieces, flash, gradients
+from outlast.parallel import mesh as grid
+from outlast.parallel.inputs import inputs
+from outlast.train.optimizer import Optimizer, clip
+
+GOAL: Final = 0.25
+GOALS: Final = (f"exposed seconds, overlapped over waited for, at most {GOAL}",)
+WIDE: Final = Model(
+    vocab_size=512, hidden_size=1024, intermediate_size=2816, num_layers=6, num_heads=16, num_kv_heads=8, head_dim=64
+)
+NARROW: Final = replace(WIDE, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4)
+LONG: Final = Model(
+    vocab_size=512, hidden_size=256, intermediate_size=704, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=64
+)
+RATE: Final = "tc qdisc replace dev eth0 root tbf rate {rate}bit burst {burst} latency 500ms"
+
+
+class AtOnce(Axis):
+    """An axis whose transfers are waited for where they are called, whatever could be done under them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.freely = False
+
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """As the axis does it over gloo."""
+        self.freely = True
+        whole, self.freely = super().all_gather(part, out), False
+        return whole
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor | None = None) -> Tensor:
+        """As the axis does it over gloo."""
+        self.freely = True
+        part, self.freely = super().reduce_scatter(whole, out), False
+        return part
+
+    def shift(self, tensors: Sequence[Tensor], into: Sequence[Tensor], by: int = 1) -> InFlight:
+        """As the axis does it, over when it returns."""
+        flight = super().shift(tensors, into, by)
+        flight.wait()
+        return flight
+
+
+class Still(AtOnce):
+    """A stand-in that moves nothing: every rank takes what it has for what it would get."""
+
+    def all_reduce(self, x: Tensor, largest: bool = False) -> Tensor:
+        """As if the others had nothing to add."""
+        return x
+
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """The rank's own part so many times."""
+        whole = part.new_empty((self.size * part.shape[0], *part.shape[1:])) if out is None else out
+        whole.view(self.size, *part.shape).copy_(part.expand(self.size, *part.shape).clone())
+        return whole
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor | None = None) -> Tensor:
+        """The rank's own summand."""
+        mine = whole.view(self.size, -1, *whole.shape[1:])[self.rank]
+        return mine.clone() if out is None else out.copy_(mine)
+
+    def shift(self, tensors: Sequence[Tensor], into: Sequence[Tensor], by: int = 1) -> InFlight:
+        """What the rank has itself."""
+        for one, other in zip(tensors, into, strict=True):
+            other.copy_(one)
+        return InFlight(self, "shift", (), tensors[0].device, ())
+
+    def post(self, outward: Any, inward: Any) -> Works:
+        """Nothing."""
+        return [], []
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to share a run, and how to have its transfers waited for.
+
+    Attributes:
+        axis: whose transfers are looked at.
+        knobs: of [parallel]; the axis has as many ranks as there are hosts.
+        waited: knobs that differ where transfers are waited for.
+        shape: of the model.
+        tokens: in a sequence.
+        bound: exposed seconds at the least, from the run, the seconds of a step's transfers, and those of its products.
+    """
+
+    axis: str
+    knobs: dict[str, Any]
+    waited: dict[str, Any]
+    shape: Model
+    tokens: int
+    bound: Callable[[Run, float, dict[str, float]], float]
+    sequences: Callable[[int], int] = field(default=lambda _: 1)
+
+
+def tensor_parallel_bound(run: Run, transfers: float, products: dict[str, float]) -> float:
+    """What the products do not hide, in seconds of a step: the transfers are all of one size."""
+    layers, pieces = run.model.num_layers, run.parallel.overlap
+    one = transfers / (8 * layers + 4)
+    exposed = 4 * one  # of the embedding and the loss, which have no product of their own
+    for name in ("attention in", "feed-forward in"):
+        forward = products[name]
+        exposed += layers * (max(0, one - forward) + max(0, one - 2 * forward) + forward / pieces)
+    for name in ("attention out", "feed-forward out"):
+        forward = products[name]
+        own = forward / run.parallel.tp  # of the weight's gradient, this rank's stretch alone
+        exposed += layers * (max(0, one - forward) + forward / pieces + max(0, one - forward - own))
+    return exposed
+
+
+def sharded_bound(run: Run, transfers: float, products: dict[str, float]) -> float:
+    """The first block's weights forward and backward, and the last block's gradients: a third of the transfers each."""
+    return transfers / run.model.num_layers
+
+
+def ring_bound(run: Run, transfers: float, products: dict[str, float]) -> float:
+    """What a block of attention does not hide of the keys and values that pass by, and of their gradients the last step."""
+    layers, steps, forward = run.model.num_layers, run.parallel.ring - 1, products["attention"]
+    one, backward = transfers / (layers * steps * 3), 2.5 * forward
+    first, later = max(0, one - backward), max(0, 2 * one - backward)
+    return layers * (steps * max(0, one - forward) + first + (steps - 1) * later + one)
+
+
+SCHEMES: Final = {
+    "TP+SP": Scheme("tp", {"sp": True}, {"overlap": 1}, WIDE, 256, tensor_parallel_bound),
+    "FSDP": Scheme("dp_shard", {}, {}, NARROW, 1024, sharded_bound, sequences=lambda ranks: ranks),
+    "ring": Scheme("ring", {}, {}, LONG, 4096, ring_bound),
+}
+
+
+def step_of(run: Run, mesh: grid.Mesh, sequences: int) -> Callable[[], float]:
+    """A training step as train/loop.py takes it, on made-up tokens. Calling it returns the loss."""
+    model, parts = parallel.build(run, mesh)
+    optimizer = Optimizer(parts, run, mesh)
+    length = run.data.sequence_length
+    tokens, targets = rank_steps.batch_of(run.model, sequences, length)
+    each = sequences // mesh.data_ranks
+    mine = slice(mesh.data_rank * each, (mesh.data_rank + 1) * each)
+    arrays = (torch.arange(sequences)[mine], tokens[mine], targets[mine], torch.arange(length).repeat(each, 1))
+    one = MicroBatch(*(x.numpy() for x in arrays), ((length,),) * each)
+    model.train()
+
+    def step() -> float:
+        loss = model(*inputs(one, mesh))
+        (loss / (sequences * length)).backward()
+        gradients.complete(parts, mesh)
+        clip(parts, mesh, 1.0)
+        optimizer.step(1e-5)
+        return mesh.sum(loss.detach().double(), alike=("tp",)).item() / (sequences * length)
+
+    return step
+
+
+def products_of(run: Run, rows: int) -> dict[str, float]:
+    """Seconds of each of a block's four products, and of one attention, forward, on this rank while the others do it too."""
+    shape, tp = run.model, run.parallel.tp
+    d, k, f = shape.hidden_size, shape.head_dim, shape.intermediate_size // tp
+    q, kv = shape.num_heads // tp * k, max(1, shape.num_kv_heads // tp) * k
+    widths = {"attention in": (d, q + 2 * kv), "attention out": (q, d), "feed-forward in": (d, 2 * f)}
+    widths["feed-forward out"] = (f, d)
+    found = {}
+    for name, (i, o) in widths.items():
+        x, weight = torch.randn(rows, i), torch.randn(o, i)
+        dist.barrier()
+        found[name] = statistics.median(_seconds(lambda x=x, weight=weight: x @ weight.T) for _ in range(9))
+    here = rows // run.parallel.ring  # of which each meets half of the keys that come by
+    x = torch.randn(1, here, shape.num_heads, k)
+    dist.barrier()
+    attend = functools.partial(flash.attend, x, x[:, : here // 2], x[:, : here // 2], False)
+    found["attention"] = statistics.median(_seconds(attend) for _ in range(5))
+    return found
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def shaped(rate: float) -> None:
+    """Let this host send so many bits a second, in packets the size of which costs no time."""
+    burst = max(1 << 16, int(rate / 8 / 200))  # what goes in a timer's tick
+    subprocess.run(["ip", "link", "set", "eth0", "gso_max_segs", "16"], check=True)
+    subprocess.run(RATE.format(rate=int(rate), burst=burst).split(), check=True)
+
+
+def on_host(name: str, rounds: int) -> dict[str, Any] | None:
+    """Measure a scheme as one of its ranks. The first returns what came of it."""
+    scheme, ranks = SCHEMES[name], dist.get_world_size()
+    run = replaced(Run(model=scheme.shape, parallel=Parallel()), {f"parallel.{scheme.axis}": ranks})
+    run = replaced(run, {f"parallel.{key}": value for key, value in scheme.knobs.items()})
+    knobs = {"train.dtype": "float32", "data.sequence_length": scheme.tokens, "train.batch": scheme.sequences(ranks)}
+    run, waited = replaced(run, knobs), {f"parallel.{key}": value for key, value in scheme.waited.items()}
+    mesh, sequences = grid.make(run.parallel, torch.device("cpu")), scheme.sequences(ranks)
+
+    def other(kind: type[Axis]) -> grid.Mesh:
+        axes = {axis: kind(one.name, one.group, mesh.counts) for axis, one in mesh.axes.items()}
+        return replace(mesh, axes=axes, parallel=replaced(run, waited).parallel)
+
+    ways = {
+        "still": step_of(replaced(run, waited), other(Still), sequences),
+        "waited": step_of(replaced(run, waited), other(AtOnce), sequences),
+    }
+    computing = statistics.median(_together(ways["still"]) for _ in range(5))
+    mesh.counts.take()
+    losses = {"waited": ways["waited"]()}
+    sent = sum(tally.bytes for (axis, _), tally in mesh.counts.take().items() if axis == scheme.axis)
+    rate = 8 * sent / computing
+    for _ in range(
+        3
+    ):  # what else a transfer costs is time of the machine's, not of the link's: the rate makes up for it
+        shaped(rate)
+        rate *= min(3.0, max(0.5, _together(ways["waited"]) / computing - 1))
+    shaped(rate)
+    run = replaced(run, {"parallel.overlap": chosen_pieces.chosen(run, mesh)})
+    ways["overlapped"] = step_of(run, replace(mesh, parallel=run.parallel), sequences)
+    losses["overlapped"] = ways["overlapped"]()
+    if losses["waited"] != losses["overlapped"]:
+        raise AssertionError(f"overlapping changes the loss: {losses}")
+    taken = [{way: _together(step) for way, step in ways.items()} for _ in range(rounds)]
+    seconds = {way: statistics.median(one[way] for one in taken) for way in ways}
+    products = products_of(run, scheme.tokens * sequences // mesh.data_ranks)
+    transfers = seconds["waited"] - seconds["still"]
+    bound = scheme.bound(run, transfers, products)
+    mesh.leave()
+    if mesh.rank:
+        return None
+    hidden = seconds["overlapped"] - seconds["still"]
+    return {
+        "scheme": name,
+        "hosts": ranks,
+        "Mbit/s": rate / 1e6,
+        "MB sent a step": sent / 1e6,
+        "pieces": run.parallel.overlap or "-",
+        "compute s": seconds["still"],
+        "waited for s": seconds["waited"],
+        "overlapped s": seconds["overlapped"],
+        "exposed, waited s": transfers,
+        "exposed, overlapped s": hidden,
+        "ideal s": max(seconds["still"], transfers) - seconds["still"],
+        "bound s": bound,
+        "overlapped / waited": hidden / transfers,
+        "bound / waited": bound / transfers,
+        "met": hidden / transfers <= GOAL,
+    }
+
+
+def _together(step: Callable[[], object]) -> float:
+    """Seconds of a step that all ranks begin together, on the slowest."""
+    dist.barrier()
+    mine = torch.tensor(_seconds(step), dtype=torch.float64)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return mine.item()
+
+
+def as_rank(name: str, rounds: int) -> None:
+    """What a host runs."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if told := on_host(name, rounds):
+        print(json.dumps(told))
+
+
+def rows(rounds: int, only: str) -> Iterator[dict[str, Any]]:
+    """Measure every scheme on 2 and on 4 hosts. Raises RuntimeError where a rank fails."""
+    for ranks in (2, 4):
+        for name in SCHEMES:
+            if only not in f"{name}, {ranks} hosts":
+                continue
+            with hosts.hosts(ranks) as network:
+                processes = [_process(network, rank, ranks, name, rounds) for rank in range(ranks)]
+                try:
+                    answers = [process.communicate(timeout=300) for process in processes]
+                finally:
+                    for process in processes:
+                        process.kill()
+                        process.wait()
+            for process, (_, error) in zip(processes, answers, strict=True):
+                if process.returncode:
+                    raise RuntimeError(f"a rank ended with {process.returncode}: {error.decode()}")
+            yield json.loads(answers[0][0].decode().splitlines()[-1])
+
+
+def _process(network: str, rank: int, ranks: int, name: str, rounds: int) -> subprocess.Popen[bytes]:
+    told = environment.Launched(rank, ranks, 0, 1).environment()
+    told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "benchmarks.exposed_communication", "--as-rank", name, str(rounds)]
+    command = [hosts.SCRIPT, "run", network, str(rank), *command]
+    root = Path(__file__).parent.parent
+    return subprocess.Popen(command, env={**os.environ, **told}, cwd=root, stdout=-1, stderr=-1)
+
+
+def main() -> None:
+    """Measure, print and write; with --check exit 1 where the goal is missed, the figures on the last line."""
+    if sys.argv[1:2] == ["--as-rank"]:
+        return as_rank(sys.argv[2], int(sys.argv[3]))
+    parser = argparse.ArgumentParser(description="exposed communication, overlapped over waited for")
+    parser.add_argument("--check", action="store_true", help="exit 1 where the goal is missed")
+    parser.add_argument("--rounds", type=int, default=7, help="of the three ways in turn (default: 7)")
+    parser.add_argument("--only", default="", help="only those whose `SCHEME, N hosts` has this in it; nothing is kept")
+    options = parser.parse_args()
+    if why := hosts.reason_not_to():
+        parser.error(why)
+    found = []
+    for row in rows(options.rounds, options.only):
+        found.append(row)
+        print(f"{row['scheme']}, {row['hosts']} hosts: {row['overlapped / waited']:.2f}", flush=True)
+    if not found:
+        parser.error(f"nothing has {options.only!r} in it")
+    measure.show("seconds of a step that transfers add", found)
+    if not options.only:
+        measure.save("exposed_communication", GOALS, found, ranks=4)
+    missed = [row for row in found if not row["met"]]
+    figures = ", ".join(f"{row['scheme']} on {row['hosts']} {row['overlapped / waited']:.0%}" for row in found)
+    print(f"{len(missed)} of {len(found)} missed: {figures}" if missed else f"all {len(found)} met: {figures}")
+    sys.exit(bool(options.check and missed))
+
+
+if __name__ == "__main__":
+    main()
