@@ -12,6 +12,9 @@ compute; and `bound`, what products cannot hide since each transfer runs only un
 what it takes longer than they do, where it has none all of it, and of one that is sent the first piece's product. It is
 worked out from the products' times, measured in the same run.
 
+On a busy machine the three ways do not meet the same machine: a row that is better than its ideal, or in which nothing
+was overlapped, is told to be not sound, and misses.
+
 Needs root and Linux. Ranks beyond the cores compute slower, and the rate is set by that.
 
     python -m benchmarks.exposed_communication [--check] [--rounds N] [--only WORD]
@@ -266,6 +269,9 @@ def on_host(name: str, rounds: int) -> dict[str, Any] | None:
     if mesh.rank:
         return None
     hidden = seconds["overlapped"] - seconds["still"]
+    # Less exposed than the ideal, or with nothing overlapped, is another process's doing and not ours.
+    overlaps = run.parallel.overlap != 1
+    sound = overlaps and hidden >= 0.9 * (max(seconds["still"], transfers) - seconds["still"])
     return {
         "scheme": name,
         "hosts": ranks,
@@ -281,7 +287,8 @@ def on_host(name: str, rounds: int) -> dict[str, Any] | None:
         "bound s": bound,
         "overlapped / waited": hidden / transfers,
         "bound / waited": bound / transfers,
-        "met": hidden / transfers <= GOAL,
+        "sound": sound,
+        "met": sound and hidden / transfers <= GOAL,
     }
 
 
