@@ -42,13 +42,13 @@ class Counts:
         self._events: list[tuple[Tally, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def counted(self, axis: str, op: str, size: int, device: torch.device) -> Iterator[None]:
-        """Count one call that sends `size` bytes.
+    def counted(self, axis: str, op: str, size: int, device: torch.device, calls: int = 1) -> Iterator[None]:
+        """Count one call that sends `size` bytes; none, for the rest of the wait of one that was counted when it began.
 
         On a CUDA device the wait is what the stream spends in it, known only once the device has come that far.
         """
         tally = self._tallies.setdefault((axis, op), Tally())
-        tally.calls += 1
+        tally.calls += calls
         tally.bytes += size
         if device.type == "cuda":
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -68,6 +68,26 @@ class Counts:
             tally.seconds += before.elapsed_time(after) / 1000
         taken, self._tallies, self._events = self._tallies, {}, []
         return taken
+
+
+class InFlight:
+    """A transfer that has begun and goes on by itself. Its tensors are not to be touched before :meth:`wait` is through."""
+
+    def __init__(
+        self, axis: "Axis", op: str, works: Sequence[dist.Work], device: torch.device, held: Sequence[Tensor]
+    ) -> None:
+        self._axis, self._op, self._works, self._device, self._held = axis, op, works, device, held
+
+    def wait(self) -> None:
+        """Have the tensors free to use; at once, where that has been done before.
+
+        On CUDA the current stream waits, and the caller goes on.
+        """
+        if self._works:
+            with self._axis.counts.counted(self._axis.name, self._op, 0, self._device, calls=0):
+                for work in self._works:
+                    work.wait()
+        self._works = self._held = ()
 
 
 class Axis:
@@ -143,6 +163,28 @@ class Axis:
         with self._counted("all_to_all", parts[self.rank], others):
             into[self.rank].copy_(parts[self.rank].view(into[self.rank].shape))
             self._exchange(parts, into)
+
+    @torch.compiler.disable
+    def shift(self, tensors: Sequence[Tensor], into: Sequence[Tensor], by: int = 1) -> InFlight:
+        """Begin to send tensors to the rank `by` further on, and to receive those of the rank `by` before.
+
+        Args:
+            tensors: contiguous, at least one; not to be written before the handle's `wait` is through. Empty ones do not
+                travel.
+            into: as many, contiguous, of the other rank's sizes; not to be read before then.
+            by: no multiple of the number of ranks; the same on all of them, as is the order in which they shift.
+
+        Returns:
+            What is to be waited for. Bytes and the call are counted now, under `shift`; seconds are those spent here and in
+            `wait`.
+        """
+        onward, back = (self.rank + by) % self.size, (self.rank - by) % self.size
+        ops = [dist.P2POp(dist.irecv, one, group=self.group, group_peer=back) for one in into if one.numel()]
+        ops += [dist.P2POp(dist.isend, one, group=self.group, group_peer=onward) for one in tensors if one.numel()]
+        size = sum(one.numel() * one.element_size() for one in tensors)
+        with self._counted("shift", tensors[0], size):
+            works = dist.batch_isend_irecv(ops) if ops else ()
+        return InFlight(self, "shift", works, tensors[0].device, (*tensors, *into))
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """What every rank has to tell, in rank order: small things, now and then. Not counted."""

@@ -117,6 +117,32 @@ def test_counts_and_bytes_in_numbers(ranks):
     assert ranks.run(3, counted) == [[first, {("tp", "all_reduce"): (1, 128)}]] * 3
 
 
+def shifted(by):
+    """Two rounds begun before the first is waited for; the second carries less, and an empty tensor."""
+    counts, rank, n = Counts(), dist.get_rank(), dist.get_world_size()
+    axis, back = axis_of(counts), (rank - by) % n
+    first = [torch.full((3, rank + 1), float(rank), dtype=torch.float64), torch.full((2,), rank, dtype=torch.bfloat16)]
+    got = [torch.empty(3, back + 1, dtype=torch.float64), torch.empty(2, dtype=torch.bfloat16)]
+    second, then = [torch.arange(4) + 10 * rank, torch.empty(0)], [torch.empty(4, dtype=torch.int64), torch.empty(0)]
+    one, two = axis.shift(first, got, by), axis.shift(second, then, by)
+    two.wait()
+    one.wait()
+    one.wait()
+    nothing = axis.shift([torch.empty(0)], [torch.empty(0)], by)
+    nothing.wait()
+    ((key, tally),) = counts.take().items()
+    assert tally.seconds > 0
+    assert [*got[0].flatten().tolist(), *got[1].tolist()] == [float(back)] * (3 * (back + 1) + 2)
+    assert then[0].tolist() == [10 * back, 10 * back + 1, 10 * back + 2, 10 * back + 3]
+    return key, tally.calls, tally.bytes
+
+
+@pytest.mark.parametrize(("n", "by"), [(2, 1), (3, 1), (3, -1), (4, 2), (4, 3)])
+def test_shifts_overlap_and_are_counted(ranks, n, by):
+    """3 (r + 1) numbers of 8 bytes, 2 of 2, then 4 of 8; three calls, of which the last carries nothing."""
+    assert ranks.run(n, shifted, by) == [(("tp", "shift"), 3, 24 * (r + 1) + 4 + 32) for r in range(n)]
+
+
 def objects():
     return axis_of().gather_objects({"rank": dist.get_rank()})
 
