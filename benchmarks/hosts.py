@@ -56,5 +56,5 @@ def shape(name: str, host: int, megabits: int) -> None:
 
 
 def _tbf(interface: str, megabits: int) -> list[str]:
-    limits = ["rate", f"{megabits}mbit", "burst", "16kb", "latency", "100ms"]
+    limits = ["rate", f"{megabits}mbit", "burst", "128kb", "latency", "100ms"]
     return ["tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limits]

@@ -226,6 +226,8 @@ class Parallel:
     """Megatron sequence parallelism: norms, dropout and the residual stream, too, are shared by the `tp` ranks, by position."""
     sp_regather: bool = free(False)
     """Under `sp`, gather the inputs of the products again in the backward pass rather than keep them whole: less memory, a quarter more bytes."""
+    links: str = free("")
+    """By what each collective's algorithm is chosen: `measure`, the links as measured at the first start and kept in the run folder; or a links.json. Empty: always the library's own."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,14 @@ def coordinates(parallel: Parallel, rank: int) -> dict[str, int]:
     return where
 
 
+def along(parallel: Parallel, rank: int, axis: str) -> list[int]:
+    """The ranks that a rank meets along an axis, itself among them, in the axis's order."""
+    sizes = degrees(parallel)
+    stride = math.prod(list(sizes.values())[list(sizes).index(axis) + 1 :])
+    first = rank - coordinates(parallel, rank)[axis] * stride
+    return list(range(first, first + stride * sizes[axis], stride))
+
+
 def data_rank(parallel: Parallel, rank: int) -> tuple[int, int]:
     """How many differently fed ranks there are, and which of them this one is."""
     where = coordinates(parallel, rank)

@@ -1,11 +1,13 @@
 """How long a collective takes over given links, by algorithm, and which algorithm to take. No torch.
 
 A link is a host's interface: what its ranks send to other hosts shares it in one direction, what they receive in the
-other. A round of a schedule takes
+other. A round of m messages, of which the busiest rank has k, takes
 
-    latency + message x (messages of the busiest rank - 1) + the longest of (bytes through a link / its rate) + bytes added / sums
+    latency + (m - 1) together + (k - 1) message + the longest of (bytes through a link - free)/ its rate + bytes added / sums
 
-and a collective the sum of its rounds. For n ranks on n hosts with equal links that comes to the formulas of the papers:
+and a collective the sum of its rounds. `together` is what ranks cost one another that share a machine's cores; `free` bytes are
+through while the latency passes, which is how a shaped link catches up. A link
+on which several messages come to one rank at once, or go from it, loses `crowded` seconds besides, by the bytes in it. For n ranks on n hosts with equal links that comes to the formulas of the papers:
 with a = latency, b = 1 / rate and M bytes, an all-reduce by ring takes 2 (n - 1) a + 2 (n - 1)/n M b, by halving
 2 log2(n) a + 2 (n - 1)/n M b, directly 2 a + 2 (n - 1)/n M b and the messages, by a tree of depth d in s segments
 (2 d + s - 1) a + 2 d' M b / s where d' counts the segments in its busiest rank's link.
@@ -57,6 +59,10 @@ class Profile:
         inside_rate: bytes/s that each rank sends to others on its host.
         rates: bytes/s in each direction of each host's interface; one for each host.
         message: seconds that each message but the first costs a rank that has several in a round.
+        together: seconds that each message of a round but the first costs all, whoever's it is.
+        free: bytes that a host's link carries in each round before its rate counts.
+        crowded: seconds that a link loses on which one rank has several messages the same way at once, by the link's bytes,
+            which rise. Between two a line is drawn.
         sums: bytes/s that a rank adds.
         library: what is known of the library's own. Where nothing is, an all-reduce is taken for a ring, all else for
             direct.
@@ -68,6 +74,9 @@ class Profile:
     between: float
     rates: tuple[float, ...]
     message: float = 0.0
+    together: float = 0.0
+    free: float = 0.0
+    crowded: tuple[tuple[int, float], ...] = ()
     sums: float = math.inf
     library: tuple[Library, ...] = ()
 
@@ -106,38 +115,41 @@ def seconds(op: str, algorithm: str, size: int, group: Group, profile: Profile, 
 
 def _round(moves: Sequence[Move], group: Group, profile: Profile, wide: int) -> float:
     """Seconds of one round."""
-    out, into, own, owned, added = (Counter[int]() for _ in range(5))
+    links, own, added, most = (Counter[tuple[str, int]]() for _ in range(4))
+    peers: dict[tuple[str, int, int], set[int]] = {}
     for move in moves:
         size, here, there = move.bytes * (wide if move.summed else 1), group.hosts[move.sender], group.hosts[move.receiver]
-        if here != there:
-            out[here] += size
-            into[there] += size
-        else:
-            own[move.sender] += size
-            owned[move.receiver] += size
+        for way, rank, host, peer in (("out", move.sender, here, move.receiver), ("in", move.receiver, there, move.sender)):
+            most[way, rank] += 1
+            if here == there:
+                own[way, rank] += size
+            else:
+                links[way, host] += size
+                peers.setdefault((way, host, rank), set()).add(peer)
         if move.adds:
-            added[move.receiver] += move.bytes
-    pairs = {(move.sender, move.receiver) for move in moves}
-    busiest = max(*Counter(s for s, _ in pairs).values(), *Counter(r for _, r in pairs).values())
-    across = max((size / profile.rates[host] for link in (out, into) for host, size in link.items()), default=0.0)
-    inside = max((*own.values(), *owned.values()), default=0) / profile.inside_rate
-    latency = profile.between if out else profile.inside
+            added["", move.receiver] += move.bytes
+    crowded = {at[:2] for at, those in peers.items() if len(those) > 1} if profile.crowded else set()
+    across = [
+        max(0.0, size - profile.free) / profile.rates[at[1]] + (_between_points(profile.crowded, size) if at in crowded else 0.0)
+        for at, size in links.items()
+    ]
     return (
-        latency
-        + profile.message * (busiest - 1)
-        + max(across, inside)
+        (profile.between if links else profile.inside)
+        + profile.together * (len(moves) - 1)
+        + profile.message * (max(most.values()) - 1)
+        + max(*across, 0.0, max(own.values(), default=0) / profile.inside_rate)
         + max(added.values(), default=0) / profile.sums
     )
 
 
 def _between_points(points: Sequence[tuple[int, float]], size: int) -> float:
-    """A line through the two nearest measured; beyond the last, on at its rate."""
+    """Seconds on a line through the two nearest measured; beyond the last, on the same one, though not below 0."""
     if size <= points[0][0] or len(points) == 1:
         return points[0][1]
     (low, fast), (high, slow) = next(
         ((a, b) for a, b in itertools.pairwise(points) if size <= b[0]), (points[-2], points[-1])
     )
-    return fast + (slow - fast) * (size - low) / (high - low)
+    return max(0.0, fast + (slow - fast) * (size - low) / (high - low))
 
 
 def best_segments(size: int, group: Group, profile: Profile) -> int:
@@ -232,8 +244,9 @@ def read(path: Path) -> Profile:
             for one in told.get("library", ())
         )
         numbers = {name: float(told[name]) for name in ("inside", "inside_rate", "between")}
-        numbers |= {name: float(told[name]) for name in ("message", "sums") if name in told}
-        profile = Profile(tuple(told["hosts"]), rates=tuple(map(float, told["rates"])), library=library, **numbers)
+        numbers |= {name: float(told[name]) for name in ("message", "together", "free", "sums") if name in told}
+        crowded = tuple((int(size), float(lost)) for size, lost in told.get("crowded", ()))
+        profile = Profile(tuple(told["hosts"]), rates=tuple(map(float, told["rates"])), crowded=crowded, library=library, **numbers)
     except (KeyError, TypeError, ValueError) as error:
         missing = isinstance(error, KeyError)
         raise _bad(path, f"it has no {error}" if missing else f"a value of another kind than it should be: {error}") from None
@@ -253,12 +266,14 @@ def _bad(path: Path, why: str) -> OutlastError:
 def _check(path: Path, profile: Profile) -> None:
     """Refuse numbers that no link has."""
     facts: dict[str, Any] = dataclasses.asdict(profile)
-    for name in ("inside", "between", "message"):
+    for name in ("inside", "between", "message", "together", "free"):
         if not 0 <= facts[name] < math.inf:
-            raise _bad(path, f"{name} is {facts[name]}, and seconds are 0 or more")
+            raise _bad(path, f"{name} is {facts[name]}, and seconds and bytes are 0 or more")
     for name in ("inside_rate", "sums"):
         if not facts[name] > 0:
             raise _bad(path, f"{name} is {facts[name]}, and bytes/s are above 0")
+    if [size for size, _ in profile.crowded] != sorted({size for size, _ in profile.crowded}):
+        raise _bad(path, f"crowded has {list(map(list, profile.crowded))}: rising bytes are wanted")
     hosts = sorted(set(profile.hosts))
     if not hosts or hosts != list(range(len(hosts))):
         raise _bad(path, f"hosts is {list(profile.hosts)}, and they are to be numbered from 0 without a gap")

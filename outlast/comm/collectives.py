@@ -134,6 +134,11 @@ class Axis:
         messages = schedule(op, choice.algorithm, size, self.choices.group, choice.segments)
         return messages, self.choices.sent(op, size, wide)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Which of all ranks these are."""
+        return dist.get_process_group_ranks(self.group)
+
     @torch.compiler.disable
     def all_reduce(self, x: Shaped[Tensor, "*shape"], largest: bool = False) -> Shaped[Tensor, "*shape"]:
         """Sum over the ranks, in place; or take the largest."""

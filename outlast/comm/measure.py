@@ -4,6 +4,9 @@ Everything is timed by all ranks at once, as it will be used: what one rank alon
 says little. Small transfers are repeated, and the median taken; large ones grow until one takes long enough to tell a rate.
 """
 
+import dataclasses
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +18,16 @@ from torch import Tensor
 
 from outlast.comm import algorithms
 from outlast.comm.collectives import Axis
-from outlast.links import Library, Profile
-from outlast.schedules import Group, schedule
+from outlast.links import Library, Profile, seconds
+from outlast.schedules import ALGORITHMS, Group, schedule
 
 _SMALL: Final = 1 << 10
 _MOST: Final = 1 << 26
 """Bytes of the smallest and the largest transfer."""
 _ENOUGH_S: Final = 0.1
 """Seconds in which a rate shows."""
+_PART: Final = 1 << 16
+"""Bytes that a ring passes on to see what a link carries at once."""
 _FAR: Final = 4
 """To how many hosts each is tried."""
 
@@ -39,28 +44,24 @@ def measure(hosts: Sequence[int], axes: Mapping[str, Axis], device: torch.device
     clock = _Clock(axes["world"], device)
     world, leaders = axes["world"], [hosts.index(host) for host in range(max(hosts) + 1)]
     mine = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
-    inside, near = clock.shifted(mine, 1)
+    near = clock.shifted(mine, 1)
     far = [clock.shifted(leaders, step) for step in range(1, min(len(leaders), _FAR + 1))]
-    told = world.gather_objects((inside, near, far, clock.sums()))
+    told = world.gather_objects((near, far, clock.sums()))
     rates = [0.0] * len(leaders)
     for step in range(len(far)):
         for at, leader in enumerate(leaders):  # what came from one host to the other both can do at the least
             for host in (at, (at - step - 1) % len(leaders)):
-                rates[host] = max(rates[host], told[leader][2][step][1])
-    inside = statistics.median([one[0] for one in told if one[0]] or [0.0])
-    between = statistics.median([delay for one in told for delay, _ in one[2] if delay] or [inside])
-    rates = [rate or 1e12 for rate in rates]
+                rates[host] = max(rates[host], told[leader][1][step])
     profile = Profile(
         hosts=tuple(hosts),
-        inside=inside or between,
-        inside_rate=min((one[1] for one in told if one[1]), default=max(rates)),
-        between=between,
-        rates=tuple(rates),
-        message=clock.message(hosts, between if len(leaders) > 1 else inside),
-        sums=min(one[3] for one in told),
+        inside=0.0,
+        inside_rate=min((one[0] for one in told if one[0]), default=max(rates)),
+        between=0.0,
+        rates=tuple(rate or 1e12 for rate in rates),
+        sums=min(one[2] for one in told),
         library=tuple(one for name, axis in axes.items() if name != "checkpoint" for one in clock.library(axis, hosts)),
     )
-    return world.gather_objects(profile)[0]
+    return world.gather_objects(clock.crowded(clock.free(clock.delays(profile))))[0]
 
 
 class _Clock:
@@ -93,10 +94,10 @@ class _Clock:
         """The same, of the rank that took longest."""
         return max(self.world.gather_objects(self.seconds(work, times)))
 
-    def small(self, work: Callable[[], object]) -> float:
-        """Median of several, of the slowest rank; one untimed before."""
+    def small(self, work: Callable[[], object], times: int = 10) -> float:
+        """Median of several, each of so many in a row, of the slowest rank; one untimed before."""
         work()
-        return statistics.median(self.slowest(work, 10) for _ in range(5))
+        return statistics.median(self.slowest(work, times) for _ in range(5))
 
     def sizes(self, seconds: Callable[[int], float]) -> Iterator[tuple[int, float]]:
         """Sizes eight times the one before, each with what it took, until one took long enough."""
@@ -108,18 +109,25 @@ class _Clock:
                 return
             size *= 8
 
-    def shifted(self, among: list[int], step: int) -> tuple[float, float]:
-        """Latency, and bytes/s at which this rank receives, where each of some ranks sends to the one `step` on.
+    def _ends(self, seconds: Callable[[int], float]) -> tuple[tuple[int, float], ...]:
+        """The smallest and the largest: between them a line is drawn, as it is for our own."""
+        first, *_, last = self.sizes(seconds)
+        return first, last
 
-        All ranks of the run call it, with the ranks among which they stand; nothing for one that is not among them, or alone.
+    def shifted(self, among: list[int], step: int) -> float:
+        """Bytes/s at which this rank receives, where each of some ranks sends to another.
+
+        All ranks of the run call it, with the ranks among which they stand, the receiver `step` on from the sender; 0 for one
+        that is not among them, or alone.
         """
         rank, n = self.world.rank, len(among)
         at = among.index(rank) if rank in among and n > 1 else -1
+        back, onward = among[(at - step) % n], among[(at + step) % n]
         leaving: list[dist.Work] = []
+        mine: list[float] = []
 
         def shift(out: Tensor, into: Tensor) -> None:
             if at >= 0:
-                back, onward = among[(at - step) % n], among[(at + step) % n]
                 ops = [dist.P2POp(dist.irecv, into, group=self.world.group, group_peer=back)]
                 ops.append(dist.P2POp(dist.isend, out, group=self.world.group, group_peer=onward))
                 first, *rest = dist.batch_isend_irecv(ops)
@@ -136,22 +144,62 @@ class _Clock:
             mine.append(self.seconds(lambda: shift(out, into), 1, left))
             return max(self.world.gather_objects(mine[-1]))
 
-        out, into = self._of(_SMALL), self._of(_SMALL)
-        self.seconds(lambda: shift(out, into), 1, left)
-        delay = statistics.median(self.seconds(lambda: shift(out, into), 10, left) for _ in range(5))
-        mine: list[float] = []
-        *_, (size, _) = self.sizes(timed)
-        return (delay, size / max(mine[-1] - delay, 1e-9)) if at >= 0 else (0.0, 0.0)
+        (small, _), *_, (size, _) = self.sizes(timed)
+        return (size - small) / max(mine[-1] - mine[0], 1e-9) if at >= 0 else 0.0
 
-    def message(self, hosts: Sequence[int], latency: float) -> float:
-        """Seconds that a further message in a round costs: everyone to everyone at once, less the latency."""
-        n, rank = self.world.size, self.world.rank
-        if n == 2:
-            return 0.0
-        group = Group(tuple(hosts), tuple(range(n)))
-        plan, flat = schedule("all_gather", "direct", 4 * n, group), self._of(4 * n)
-        took = self.small(lambda: algorithms.work(flat, plan, rank, self.world.group))
-        return max(0.0, (took - latency) / (n - 2))
+    def _by(self, op: str, algorithm: str, size: int, group: Group) -> Callable[[], object]:
+        plan, flat = schedule(op, algorithm, size, group), self._of(size)
+        return lambda: algorithms.work(flat, plan, self.world.rank, self.world.group)
+
+    def delays(self, profile: Profile) -> Profile:
+        """The profile with what messages take whatever is in them.
+
+        Every algorithm is tried on next to nothing. What its rounds and messages count is known, so what each of them takes is
+        the solution, none below 0, that leaves the least of the relative errors' squares.
+        """
+        group, names = profile.group(range(self.world.size)), ("inside", "between", "together", "message")
+        nothing = dataclasses.replace(profile, inside_rate=math.inf, rates=(math.inf,) * len(profile.rates), sums=math.inf)
+        rows, took, size = [], [], 64 * self.world.size
+        for op in ("all_reduce", "all_gather"):
+            for algorithm in ALGORITHMS[op]:
+                units = (dataclasses.replace(nothing, **{name: 1.0}) for name in names)
+                took.append(self.small(self._by(op, algorithm, size, group)))
+                rows.append([seconds(op, algorithm, size, group, unit) / took[-1] for unit in units])
+        best, found = math.inf, dict.fromkeys(names, 0.0)
+        counts, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(len(rows), 1, dtype=torch.float64)
+        for number in range(1, len(names) + 1):
+            for some in itertools.combinations(range(len(names)), number):
+                x = torch.linalg.lstsq(counts[:, some], ones, driver="gelsd").solution
+                off = (counts[:, some] @ x - ones).square().sum().item()
+                if (x >= 0).all() and off < best:
+                    best, found = off, dict.fromkeys(names, 0.0) | {names[i]: one.item() for i, one in zip(some, x, strict=True)}
+        return dataclasses.replace(profile, **found)
+
+    def free(self, profile: Profile) -> Profile:
+        """The profile with how many bytes of a round a link carries at once: what a ring is faster by than its rates tell."""
+        group, n = profile.group(range(self.world.size)), self.world.size
+        if len(profile.rates) == 1:
+            return profile
+        told = seconds("all_gather", "ring", n * _PART, group, profile)
+        took = self.small(self._by("all_gather", "ring", n * _PART, group))
+        return dataclasses.replace(profile, free=min(_PART, max(0.0, (told - took) / (n - 1) * min(profile.rates))))
+
+    def crowded(self, profile: Profile) -> Profile:
+        """The profile with what a link loses where everyone sends to everyone at once, beyond what the bytes take."""
+        group, size = profile.group(range(self.world.size)), 64 * self.world.size
+        busiest = max(profile.hosts.count(host) for host in set(profile.hosts))
+        flows = busiest * (self.world.size - busiest)
+        if self.world.size - busiest < 2:  # no rank has several to talk to on other hosts
+            return profile
+        points, told = [], 0.0
+        while told < _ENOUGH_S and size < _MOST:
+            told = seconds("all_gather", "direct", size, group, profile)
+            work = self._by("all_gather", "direct", size, group)
+            times = 10 if told < _ENOUGH_S / 10 else 1
+            took = statistics.mean(self.slowest(work, times) for _ in range(3))  # now and then, much: the mean shows it
+            points.append((flows * size // self.world.size, max(0.0, took - told)))
+            size *= 4
+        return dataclasses.replace(profile, crowded=tuple(points))
 
     def sums(self) -> float:
         """Bytes/s that this rank adds while all others do so too."""
@@ -161,7 +209,7 @@ class _Clock:
 
     def library(self, axis: Axis, hosts: Sequence[int]) -> list[Library]:
         """The library's own, over every group along an axis at once."""
-        of_group = tuple(hosts[rank] for rank in dist.get_process_group_ranks(axis.group))
+        of_group = tuple(hosts[rank] for rank in axis.ranks)
         ops = ("all_reduce",) if dist.get_backend(axis.group) == "gloo" else ("all_reduce", "all_gather", "reduce_scatter")
         found = []
         for op in ops:
@@ -178,7 +226,7 @@ class _Clock:
 
             found += [
                 one
-                for told in self.world.gather_objects(Library(op, of_group, tuple(self.sizes(timed))))
+                for told in self.world.gather_objects(Library(op, of_group, self._ends(timed)))
                 for one in [told]
             ]
         return list(dict.fromkeys(found))

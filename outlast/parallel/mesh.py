@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from outlast import layout
 from outlast.comm.collectives import Axis, Counts
 from outlast.config import Parallel
+from outlast.links import Choices
 
 _PATIENCE: Final = timedelta(minutes=30)
 """How long a rank waits for the others: an evaluation, a first compilation or a slow disk may hold one up."""
@@ -58,6 +59,11 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of the differently fed ranks this one is; the ranks of `tp` are fed the same."""
         return layout.data_rank(self.parallel, self.rank)[1]
+
+    @property
+    def choices(self) -> dict[str, Choices]:
+        """The algorithms in force, by axis; empty where the library's own are everywhere."""
+        return {axis.name: axis.choices for axis in self.axes.values() if axis.choices is not None}
 
     def first_along(self, *axes: str) -> bool:
         """Whether this rank is the first along some axes: the one to count what all along them have alike."""

@@ -4,12 +4,13 @@ N is the bytes of a pass's residual stream: B sequences x S tokens x D hidden_si
 over n ranks of a tensor of M bytes sends what :func:`outlast.layout.sent` says; an axis of one rank sends nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from outlast import layout, settings
 from outlast.config import Parallel, Run
+from outlast.links import Choices
 from outlast.plan import memory
 
 LOGITS_AT_ONCE: Final = 1 << 23
@@ -44,16 +45,20 @@ Totals = dict[tuple[str, str], Traffic]
 class _Transfer:
     """Equal collectives: `size` is the bytes of the whole tensor that each reduces, gathers or scatters.
 
-    Of an all-to-all, whose parts are of any size, it is what this rank sends to others.
+    Of an all-to-all, whose parts are of any size, it is what this rank sends to others. `wide` is 2 where 16-bit numbers
+    are summed: on the way a sum has 32.
     """
 
     axis: str
     op: str
     size: int
     times: int = 1
+    wide: int = 1
 
 
-def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0) -> Totals:
+def step(
+    run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0, choices: Mapping[str, Choices] | None = None
+) -> Totals:
     """What one rank sends in a training step.
 
     Args:
@@ -61,6 +66,7 @@ def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int =
         sequences: in each of this rank's passes; 0 in those it makes only to keep up with the other data ranks.
         learned: targets learned in each of these passes.
         rank: whose. Ranks differ by what they are fed, and where rows do not divide evenly.
+        choices: algorithms in force, by axis; none, the library's own.
     """
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
     for count, targets in zip(sequences, learned, strict=True):
@@ -69,25 +75,27 @@ def step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int =
     moved += _gradients(run, rank)
     if run.optim.name == "muon":
         moved += _matrices(run, rank)
-    return _added(run.parallel, moved)
+    return _added(run.parallel, moved, choices or {})
 
 
-def evaluation(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0) -> Totals:
+def evaluation(
+    run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0, choices: Mapping[str, Choices] | None = None
+) -> Totals:
     """What one rank sends in an evaluation: passes forward, and the sum of its losses. Arguments as of :func:`step`."""
     moved = [_Transfer("world", "all_reduce", 8 * 2)]
     for count, targets in zip(sequences, learned, strict=True):
         moved += _stream(run, count, targets, backward=False)
     moved += _shards(run, rank, forward=len(sequences), backward=0)
-    return _added(run.parallel, moved)
+    return _added(run.parallel, moved, choices or {})
 
 
-def estimate(run: Run, rank: int = 0) -> Totals:
+def estimate(run: Run, rank: int = 0, choices: Mapping[str, Choices] | None = None) -> Totals:
     """What one rank sends in a step at most, as if every token were learned: it is known before any is read.
 
     Only the transfers of the loss depend on what is learned, and grow with it.
     """
     counts = passes(run, rank)
-    return step(run, counts, [count * run.data.sequence_length for count in counts], rank)
+    return step(run, counts, [count * run.data.sequence_length for count in counts], rank, choices)
 
 
 def passes(run: Run, rank: int = 0) -> list[int]:
@@ -103,7 +111,7 @@ def total(totals: Totals, axis: str = "") -> int:
     return sum(traffic.bytes for (over, _), traffic in totals.items() if axis in ("", over))
 
 
-def _added(parallel: Parallel, moved: Iterable[_Transfer]) -> Totals:
+def _added(parallel: Parallel, moved: Iterable[_Transfer], choices: Mapping[str, Choices]) -> Totals:
     """Transfers as the ranks that there are send them."""
     ranks = layout.degrees(parallel) | {"world": layout.ranks(parallel), "model": parallel.dp_shard * parallel.tp}
     totals: Totals = {}
@@ -111,7 +119,12 @@ def _added(parallel: Parallel, moved: Iterable[_Transfer]) -> Totals:
         if ranks[one.axis] == 1 or not one.times:
             continue
         before = totals.get((one.axis, one.op), Traffic(0, 0))
-        each = one.size if one.op == "all_to_all" else layout.sent(one.op, one.size, ranks[one.axis])
+        if one.op == "all_to_all":
+            each = one.size
+        elif one.axis in choices:
+            each = choices[one.axis].sent(one.op, one.size, one.wide)
+        else:
+            each = layout.sent(one.op, one.size, ranks[one.axis])
         totals[one.axis, one.op] = Traffic(before.calls + one.times, before.bytes + one.times * each)
     return totals
 
@@ -132,9 +145,9 @@ def _stream(run: Run, count: int, targets: int, backward: bool) -> Iterator[_Tra
     if run.parallel.sp:
         again = 2 * layers if run.parallel.sp_regather else 0
         yield _Transfer("tp", "all_gather", whole, entering + (leaving + again if backward else 0))
-        yield _Transfer("tp", "reduce_scatter", whole, leaving + (entering if backward else 0))
+        yield _Transfer("tp", "reduce_scatter", whole, leaving + (entering if backward else 0), 2 if wide == 2 else 1)
     else:
-        yield _Transfer("tp", "all_reduce", whole, leaving + (entering if backward else 0))
+        yield _Transfer("tp", "all_reduce", whole, leaving + (entering if backward else 0), 2 if wide == 2 else 1)
     # The log-sum-exp of each rank's logits, and the target's where it has it; so many tokens at a time as fit the rank
     # with the largest part of the vocabulary.
     rows = max(FEWEST_ROWS, LOGITS_AT_ONCE // len(layout.share(0, run.model.vocab_size, run.parallel.tp, 0)))

@@ -87,7 +87,8 @@ class Counted(Watcher):
     def batch(self, step: int, work: Step) -> None:
         """Add what the step will send."""
         sequences, learned = [len(one.positions_B) for one in work.batches], [one.learned for one in work.batches]
-        for (axis, _), one in traffic.step(self.training.run, sequences, learned, self.training.mesh.rank).items():
+        mesh = self.training.mesh
+        for (axis, _), one in traffic.step(self.training.run, sequences, learned, mesh.rank, mesh.choices).items():
             self.formula[axis] += one.bytes
 
     def update(self, step: int, numbers: dict[str, float | None]) -> None:
