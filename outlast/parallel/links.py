@@ -7,6 +7,7 @@ measured is kept in its folder, and measured again only where ranks or hosts are
 import dataclasses
 import platform
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from outlast.config import Run
 from outlast.errors import OutlastError, UsageError
 from outlast.links import Profile
 from outlast.parallel.mesh import Mesh
+from outlast.schedules import ALGORITHMS
 
 FILE: Final = "links.json"
 
@@ -41,6 +43,7 @@ def choose(mesh: Mesh, run: Run, local_rank: int) -> bool:
     told = mesh.axes["checkpoint"].gather_objects((mesh.rank - local_rank, platform.node()))
     firsts = sorted({first for first, _ in told})
     hosts = tuple(firsts.index(first) for first, _ in told)
+    mesh.hosts[:] = hosts
     link = Link()
     for axis in mesh.axes.values():
         if axis.name != "checkpoint" and len({hosts[rank] for rank in axis.ranks}) > 1:
@@ -54,7 +57,7 @@ def choose(mesh: Mesh, run: Run, local_rank: int) -> bool:
         raise profile
     measured = profile is None
     if profile is None:
-        profile = measure(hosts, mesh.axes, mesh.device)
+        profile = measure(hosts, {axis.name: axis for axis in mesh.axes.values()}, mesh.device)
         if mesh.leads:
             links.write(path, profile, [next(name for first, name in told if first == one) for one in firsts])
     for axis in mesh.axes.values():
@@ -94,11 +97,37 @@ def _shared(profile: Profile, mesh: Mesh, axis: str) -> Profile:
     return dataclasses.replace(profile, rates=rates)
 
 
-def told(mesh: Mesh) -> list[tuple[str, str]]:
-    """What the opening panel says of links: where each axis goes, and what it takes for which sizes."""
-    lines = []
-    for name, axis in mesh.axes.items():
-        if name in ("checkpoint", "model") or axis.hosts is None:
-            continue
-        lines.append((f"{name} goes", "over the network, between " f"{axis.hosts} hosts" if axis.hosts > 1 else "inside a host"))
+def told(mesh: Mesh, ops: Iterable[tuple[str, str]]) -> list[str]:
+    """What there is to say of links: where each axis goes, whether it need go there, and what is taken for which sizes.
+
+    Args:
+        mesh: the grid, its axes with their choices.
+        ops: axes and collectives that the run has.
+    """
+    if not mesh.hosts:
+        return []
+    over = [name for name in layout.AXES if name in mesh.axes]
+    lines = [
+        f"{max(mesh.hosts) + 1} host{'s' if max(mesh.hosts) else ''}: "
+        + ", ".join(f"{name} {'goes between hosts' if mesh.axes[name].link else 'stays inside a host'}" for name in over)
+    ]
+    most, talkative = max(Counter(mesh.hosts).values()), over[-1]
+    degree = layout.degrees(mesh.parallel)[talkative]
+    groups = (layout.along(mesh.parallel, rank, talkative) for rank in range(len(mesh.hosts)))
+    if degree <= most and any(len({mesh.hosts[rank] for rank in group}) > 1 for group in groups):
+        lines.append(
+            f"{talkative} talks most, and need not go between hosts: start a multiple of {degree} ranks on each, not {most}"
+        )
+    for axis, op in ops:
+        choices = mesh.choices.get(axis)
+        if choices and op in ALGORITHMS:
+            rows = (
+                f"{row.algorithm} to {_size(size)} in {1000 * row.seconds:.3g} ms"
+                for size, row in choices.table(op, [1 << power for power in range(10, 27, 2)])
+            )
+            lines.append(f"{axis} {op.replace('_', '-')}: {', '.join(rows)}")
     return lines
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

@@ -31,6 +31,7 @@ class Mesh:
             `checkpoint`, all again, for what is said on the side while the others may be busy.
         torch_mesh: torch's own, of the axes with more than one rank; None for one process.
         counts: what was sent.
+        hosts: number of the host that each rank is on, once :mod:`outlast.parallel.links` has asked.
     """
 
     parallel: Parallel
@@ -39,6 +40,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=dict)
     torch_mesh: DeviceMesh | None = None
     counts: Counts = field(default_factory=Counts)
+    hosts: list[int] = field(default_factory=list)
 
     @property
     def world(self) -> Axis | None:

@@ -23,7 +23,7 @@ from outlast.journal import read as read_journal
 from outlast.metrics import Metrics
 from outlast.model import hf
 from outlast.model.transformer import Transformer
-from outlast.parallel import agreement, build
+from outlast.parallel import agreement, build, links
 from outlast.parallel.gradients import Part
 from outlast.parallel.mesh import Mesh, make
 from outlast.plan import memory
@@ -252,6 +252,7 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
             },
         )
         changed = compare(run, settled.identity, saved)
+        measured = links.choose(mesh, run, launched.local_rank if launched else mesh.rank)
         model, parts = build(run, mesh)
         optimizer = Optimizer(parts, run, mesh)
         feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
@@ -274,6 +275,8 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
     training = Training(settled, mesh, model, parts, optimizer, feed, kept, journal, metrics, *state)
     if journal:
         training.note("start", **_start(settled, mesh, position, saved, changed))
+        if measured:
+            training.note("links measured", path=links.FILE)
         _write_records(settled, folder)
         (folder / "outcome.json").unlink(missing_ok=True)  # of the start before
     return training
