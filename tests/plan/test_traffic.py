@@ -1,5 +1,7 @@
 """Bytes sent, worked out by hand on small shapes, and against what ranks count."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,9 @@ from outlast import layout
 from outlast.config import Run, replaced
 from outlast.data import IGNORED
 from outlast.data.batches import MicroBatch
+from outlast.links import Profile, write
 from outlast.model import loss
-from outlast.parallel import build, mesh
+from outlast.parallel import build, links, mesh
 from outlast.parallel.gradients import complete
 from outlast.parallel.inputs import inputs
 from outlast.parallel.matrices import on_whole
@@ -31,7 +34,7 @@ TINY = replaced(
 def run_of(**knobs):
     """The tiny run with other knobs, by their names: parallel's, then the model's."""
     places = {"dtype": "train.dtype", "optimizer": "optim.name", "length": "data.sequence_length"}
-    axes = ("tp", "sp", "sp_regather", "dp_shard", "dp_replicate")
+    axes = ("tp", "sp", "sp_regather", "dp_shard", "dp_replicate", "links")
     return replaced(
         TINY, {f"parallel.{k}" if k in axes else places.get(k, f"model.{k}"): value for k, value in knobs.items()}
     )
@@ -208,7 +211,8 @@ def batch_of(run, sequences, learned):
 
 def counted(run, fed):
     """On a rank: what a step and an evaluation are counted to send, and what was said. `fed`: (sequences, learned) of each pass."""
-    grid = once(mesh.make, run.parallel, torch.device("cpu"))
+    grid = once(mesh.make, replaced(run, {"parallel.links": ""}).parallel, torch.device("cpu"))
+    links.choose(grid, run, grid.rank % 2 if grid.rank < 4 else 0)
     model, parts = build(run, grid)
     batches = [inputs(batch_of(run, *one), grid) for one in fed[grid.data_rank]]
     sequences, learned = zip(*fed[grid.data_rank], strict=True)
@@ -227,15 +231,31 @@ def counted(run, fed):
     with torch.no_grad():
         for one in batches:
             model(*one)
-    return (stepped, sent()), [told(run, sequences, learned, grid.rank) for told in (traffic.step, traffic.evaluation)]
+    told = [told(run, sequences, learned, grid.rank, grid.choices) for told in (traffic.step, traffic.evaluation)]
+    for axis in grid.axes.values():  # the grid is kept for other tests
+        axis.choices = axis.link = None
+    return (stepped, sent()), told
 
 
+OTHER = {
+    "few messages": {"message": 1.0},  # halving and rings
+    "slow network": {"between": 1e-3, "rates": (1e6, 1e6)},  # inside hosts first
+}
+
+
+@pytest.mark.parametrize("other", ["", *OTHER])
 @pytest.mark.parametrize("name", COUNTED)
-def test_what_ranks_count(ranks, name):
+def test_what_ranks_count(ranks, name, other, tmp_path):
     n, knobs = COUNTED[name]
+    if other:
+        hosts = tuple(rank // 2 for rank in range(n))
+        knobs = knobs | {"links": str(tmp_path / "links.json")}
+        profile = Profile(hosts, 1e-4, 1e9, 1e-4, (1e9,) * (max(hosts) + 1), sums=1e9)
+        changed = {key: value[: max(hosts) + 1] if key == "rates" else value for key, value in OTHER[other].items()}
+        write(tmp_path / "links.json", dataclasses.replace(profile, **changed))
     run = run_of(**{"vocab_size": 33, "length": 16, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "intermediate_size": 20} | knobs)  # fmt: skip
     data = run.parallel.dp_replicate * run.parallel.dp_shard
     fed = [[(2, 20), (1, 7)]] + [[(2, 31 - rank), (0, 0)] for rank in range(1, data)]
     for counts, told in ranks.run(n, counted, run, fed):
-        for one, other in zip(counts, told, strict=True):
-            assert one == {key: sent for key, sent in other.items() if key[0] != "world"}
+        for one, said in zip(counts, told, strict=True):
+            assert one == {key: sent for key, sent in said.items() if key[0] != "world"}
