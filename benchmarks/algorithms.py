@@ -195,7 +195,9 @@ def main() -> None:
             groups.setdefault((one["op"], one["bytes"]), []).append(one)
         if os.environ.get("DETAIL"):
             for one in told["rows"]:
-                print(f"{one['op']:15}{one['bytes']:>10} {one['algorithm']:13} {1000*one['seconds']:9.2f} [{1000*one['low']:9.2f} {1000*one['high']:9.2f}] predicted {1000*one['predicted']:9.2f} {'*' if one['chosen'] else ''}")
+                print(
+                    f"{one['op']:15}{one['bytes']:>10} {one['algorithm']:13} {1000 * one['seconds']:9.2f} [{1000 * one['low']:9.2f} {1000 * one['high']:9.2f}] predicted {1000 * one['predicted']:9.2f} {'*' if one['chosen'] else ''}"
+                )
         rows += [judged(place, one) for one in groups.values()]
     measure.show("milliseconds of the slowest rank", rows)
     if list(ALGORITHMS) == options.ops.split(",") and len({one["links"] for one in rows}) == len(PLACES):

@@ -5,6 +5,7 @@ The grid is numbered so that the axis that talks most varies fastest: neighbours
 
 import functools
 import math
+from pathlib import Path
 from typing import Final
 
 from outlast.config import Model, Parallel, Run
@@ -82,6 +83,12 @@ def check(run: Run, there: int | None = None) -> None:
             "parallel.sp_regather is on, and parallel.sp is not: there is nothing gathered to gather again",
             fix="set parallel.sp too, or leave both out",
             key="parallel.sp_regather",
+        )
+    if parallel.links not in ("", "measure") and not Path(parallel.links).is_file():
+        raise UsageError(
+            f"parallel.links is {parallel.links!r}, and there is no such file",
+            fix='set it to "measure", to a links.json that a run has kept, or leave it out',
+            key="parallel.links",
         )
     if there is not None and ranks(parallel) != there:
         product = " x ".join(f"{axis}={size}" for axis, size in degrees(parallel).items())

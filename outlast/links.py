@@ -30,6 +30,8 @@ from outlast.schedules import ALGORITHMS, Algorithm, Group, Move, schedule
 
 VERSION: Final = 1
 _MOST_SEGMENTS: Final = 256
+_TIED: Final = 1.02
+"""Times that are no further apart count as the same."""
 _BETTER: Final = 0.95
 """Another algorithm than the library's is taken where it is to need less than this share of its time."""
 
@@ -62,7 +64,7 @@ class Profile:
         together: seconds that each message of a round but the first costs all, whoever's it is.
         free: bytes that a host's link carries in each round before its rate counts.
         crowded: seconds that a link loses on which one rank has several messages the same way at once, by the link's bytes,
-            which rise. Between two a line is drawn.
+            which rise. Between two a line is drawn; beyond the last it is what it was there.
         sums: bytes/s that a rank adds.
         library: what is known of the library's own. Where nothing is, an all-reduce is taken for a ring, all else for
             direct.
@@ -99,9 +101,13 @@ def seconds(op: str, algorithm: str, size: int, group: Group, profile: Profile, 
     """How long a collective takes.
 
     Args:
-        op, algorithm, size, group, segments: as of :func:`outlast.schedules.schedule`; or `library`.
+        op: as of :func:`outlast.schedules.schedule`.
+        algorithm: as there, or `library`.
+        size: bytes of the whole, as there; where parts are of one size, the next that has such.
+        group: as there.
         profile: the links.
         wide: how many times its bytes a sum has on its way: 2 for 16-bit types, which are summed in 32.
+        segments: of a tree.
     """
     if algorithm == "library":
         for known in profile.library:
@@ -118,8 +124,15 @@ def _round(moves: Sequence[Move], group: Group, profile: Profile, wide: int) -> 
     links, own, added, most = (Counter[tuple[str, int]]() for _ in range(4))
     peers: dict[tuple[str, int, int], set[int]] = {}
     for move in moves:
-        size, here, there = move.bytes * (wide if move.summed else 1), group.hosts[move.sender], group.hosts[move.receiver]
-        for way, rank, host, peer in (("out", move.sender, here, move.receiver), ("in", move.receiver, there, move.sender)):
+        size, here, there = (
+            move.bytes * (wide if move.summed else 1),
+            group.hosts[move.sender],
+            group.hosts[move.receiver],
+        )
+        for way, rank, host, peer in (
+            ("out", move.sender, here, move.receiver),
+            ("in", move.receiver, there, move.sender),
+        ):
             most[way, rank] += 1
             if here == there:
                 own[way, rank] += size
@@ -130,7 +143,8 @@ def _round(moves: Sequence[Move], group: Group, profile: Profile, wide: int) -> 
             added["", move.receiver] += move.bytes
     crowded = {at[:2] for at, those in peers.items() if len(those) > 1} if profile.crowded else set()
     across = [
-        max(0.0, size - profile.free) / profile.rates[at[1]] + (_between_points(profile.crowded, size) if at in crowded else 0.0)
+        max(0.0, size - profile.free) / profile.rates[at[1]]
+        + (_between_points(profile.crowded, min(size, profile.crowded[-1][0])) if at in crowded else 0.0)
         for at, size in links.items()
     ]
     return (
@@ -158,7 +172,10 @@ def best_segments(size: int, group: Group, profile: Profile) -> int:
     whole = [move for moves in schedule("all_reduce", "tree", size, group).rounds for move in moves]
     if not whole or extra < 1:
         return 1
-    full, empty = _round(whole, group, profile, 1), _round([dataclasses.replace(m, first=0, stop=0) for m in whole], group, profile, 1)
+    full, empty = (
+        _round(whole, group, profile, 1),
+        _round([dataclasses.replace(m, first=0, stop=0) for m in whole], group, profile, 1),
+    )
     return max(1, min(_MOST_SEGMENTS, round(math.sqrt(extra * (full - empty) / empty)))) if empty else _MOST_SEGMENTS
 
 
@@ -172,7 +189,8 @@ def choose(op: str, size: int, group: Group, profile: Profile, wide: int = 1) ->
     for algorithm in ALGORITHMS[op]:
         segments = best_segments(size, group, profile) if algorithm == "tree" else 1
         found.append(Choice(algorithm, seconds(op, algorithm, size, group, profile, wide, segments), segments))
-    best = min(found, key=lambda choice: choice.seconds)
+    least = min(choice.seconds for choice in found)
+    best = next(choice for choice in found if choice.seconds <= _TIED * least)  # of those alike, the simplest
     return best if best.seconds < _BETTER * library.seconds else library
 
 
@@ -192,19 +210,20 @@ class Choices:
         profile: the links; the same on every rank.
         group: the ranks of the axis.
         rank: this one, of these.
+        made: what was chosen so far, by collective, size and width of its sums.
     """
 
     profile: Profile
     group: Group
     rank: int
-    _made: dict[tuple[str, int, int], Choice] = field(default_factory=dict, repr=False)
+    made: dict[tuple[str, int, int], Choice] = field(default_factory=dict, repr=False)
 
     def of(self, op: str, size: int, wide: int = 1) -> Choice:
         """The choice for a size: made once for all up to the next power of two."""
         key = (op, 1 << max(0, size - 1).bit_length(), wide)
-        if key not in self._made:
-            self._made[key] = choose(*key[:2], self.group, self.profile, wide)
-        return self._made[key]
+        if key not in self.made:
+            self.made[key] = choose(*key[:2], self.group, self.profile, wide)
+        return self.made[key]
 
     def sent(self, op: str, size: int, wide: int = 1) -> int:
         """Bytes that this rank then sends."""
@@ -246,10 +265,14 @@ def read(path: Path) -> Profile:
         numbers = {name: float(told[name]) for name in ("inside", "inside_rate", "between")}
         numbers |= {name: float(told[name]) for name in ("message", "together", "free", "sums") if name in told}
         crowded = tuple((int(size), float(lost)) for size, lost in told.get("crowded", ()))
-        profile = Profile(tuple(told["hosts"]), rates=tuple(map(float, told["rates"])), crowded=crowded, library=library, **numbers)
+        profile = Profile(
+            tuple(told["hosts"]), rates=tuple(map(float, told["rates"])), crowded=crowded, library=library, **numbers
+        )
     except (KeyError, TypeError, ValueError) as error:
         missing = isinstance(error, KeyError)
-        raise _bad(path, f"it has no {error}" if missing else f"a value of another kind than it should be: {error}") from None
+        raise _bad(
+            path, f"it has no {error}" if missing else f"a value of another kind than it should be: {error}"
+        ) from None
     _check(path, profile)
     return profile
 
@@ -282,4 +305,7 @@ def _check(path: Path, profile: Profile) -> None:
     for one in profile.library:
         sizes = [size for size, _ in one.points]
         if one.op not in ALGORITHMS or not sizes or sizes != sorted(set(sizes)) or any(s <= 0 for _, s in one.points):
-            raise _bad(path, f"library has {one.op} of {list(map(list, one.points))}: a collective, and rising bytes, are wanted")
+            raise _bad(
+                path,
+                f"library has {one.op} of {list(map(list, one.points))}: a collective, and rising bytes, are wanted",
+            )

@@ -230,7 +230,7 @@ def _direct(parts: dict[int, Span], group: Group) -> list[list[Move]]:
 
 
 def _ring(parts: dict[int, Span], group: Group) -> list[list[Move]]:
-    """n - 1 rounds in which a part goes one rank on, and grows by what that one has."""
+    """N - 1 rounds in which a part goes one rank on, and grows by what that one has."""
     around, n = group.order, group.size
     return [
         [Move(around[p], around[(p + 1) % n], *parts[around[(p - step - 1) % n]], adds=True) for p in range(n)]
@@ -255,7 +255,7 @@ def _halving(parts: dict[int, Span], group: Group) -> tuple[list[list[Move]], di
     folded = sorted(set(range(group.size)) - set(survivors))
     whole = (min(first for first, _ in parts.values()), max(stop for _, stop in parts.values()))
     rounds = [[Move(r, r - 1, *whole, adds=True) for r in folded]]
-    summed = {r: [parts[q] for q in (r, r + 1) if q == r or q in folded and q in parts] for r in survivors}
+    summed = {r: [parts[q] for q in (r, r + 1) if q == r or (q in folded and q in parts)] for r in survivors}
     starts = [summed[r][0][0] for r in survivors] + [whole[1]]
     distance = len(survivors) // 2
     while distance:

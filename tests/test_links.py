@@ -129,8 +129,12 @@ def test_the_choice_is_the_fastest_but_for_the_library_if_that_is_near(profile):
 def test_the_number_of_segments_is_near_the_best(size):
     profile = equal(7)
     group = profile.group(range(7))
-    times = {s: links.seconds("all_reduce", "tree", size, group, profile, segments=s) for s in range(1, 257)}
-    assert times[links.best_segments(size, group, profile)] <= 1.25 * min(times.values())
+    times = {
+        s: links.seconds("all_reduce", "tree", size, group, profile, segments=s)
+        for s in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    }
+    best = links.seconds("all_reduce", "tree", size, group, profile, segments=links.best_segments(size, group, profile))
+    assert best <= 1.25 * min(times.values())
 
 
 def test_the_librarys_bytes_are_the_layouts():

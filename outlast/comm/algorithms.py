@@ -30,30 +30,12 @@ def work(flat: Tensor, schedule: Schedule, rank: int, group: dist.ProcessGroup) 
         rank: this one.
         group: the ranks.
     """
-    width = flat.element_size()
-    sums = flat.float() if wide(flat.dtype) > 1 and schedule.adds else flat
-    unrounded = list(schedule.owned[rank]) if sums is not flat else []
-
-    def span(of: Tensor, move: Move) -> Tensor:
-        return of[move.first // width : move.stop // width]
-
-    def rounded(first: int, stop: int) -> None:
-        for one in [own for own in unrounded if own[0] < stop and first < own[1]]:
-            unrounded.remove(one)
-            flat[one[0] // width : one[1] // width] = sums[one[0] // width : one[1] // width]
-
+    mine = _Sums(flat, schedule, rank)
     leaving: list[dist.Work] = []
     for receives, sends in schedule.of(rank):
-        coming = [
-            (move, torch.empty_like(span(sums if move.summed else flat, move)) if move.adds else span(flat, move))
-            for move in receives
-        ]
+        coming = [(move, mine.room(move)) for move in receives]
         ops = [dist.P2POp(dist.irecv, into, group=group, group_peer=move.sender) for move, into in coming]
-        for move in sends:
-            if not move.adds:
-                rounded(move.first, move.stop)
-            source = span(sums if move.summed else flat, move)
-            ops.append(dist.P2POp(dist.isend, source, group=group, group_peer=move.receiver))
+        ops += [dist.P2POp(dist.isend, mine.told(move), group=group, group_peer=move.receiver) for move in sends]
         works = dist.batch_isend_irecv(ops)
         # One for each, those that receive first; or one for all, where the library makes it so.
         arriving = works[: len(coming)] if len(works) == len(ops) else works
@@ -62,17 +44,51 @@ def work(flat: Tensor, schedule: Schedule, rank: int, group: dist.ProcessGroup) 
             one.wait()
         for move, into in coming:
             if move.adds:
-                span(sums, move).add_(into)
+                mine.part(mine.sums, move).add_(into)
     for one in leaving:
         one.wait()
-    rounded(0, flat.numel() * width)
+    mine.round(0, flat.numel() * flat.element_size())
+
+
+class _Sums:
+    """What a rank has of a collective: its numbers, and beside those of 16 bits their sums in 32."""
+
+    def __init__(self, flat: Tensor, schedule: Schedule, rank: int) -> None:
+        self.flat, self.width = flat, flat.element_size()
+        apart = wide(flat.dtype) > 1 and schedule.adds
+        self.sums = flat.float() if apart else flat
+        self.unrounded = list(schedule.owned[rank]) if apart else []
+
+    def part(self, of: Tensor, move: Move) -> Tensor:
+        """The stretch that a message carries."""
+        return of[move.first // self.width : move.stop // self.width]
+
+    def room(self, move: Move) -> Tensor:
+        """Where a message is received: in its place, or, if it is to be added, beside it."""
+        if not move.adds:
+            return self.part(self.flat, move)
+        return torch.empty_like(self.part(self.sums if move.summed else self.flat, move))
+
+    def told(self, move: Move) -> Tensor:
+        """What a message carries from here; a result that has just become one is rounded first."""
+        if not move.adds:
+            self.round(move.first, move.stop)
+        return self.part(self.sums if move.summed else self.flat, move)
+
+    def round(self, first: int, stop: int) -> None:
+        """Put the sums that are complete here, in these bytes, in the place of the numbers."""
+        for one in [own for own in self.unrounded if own[0] < stop and first < own[1]]:
+            self.unrounded.remove(one)
+            here = slice(one[0] // self.width, one[1] // self.width)
+            self.flat[here] = self.sums[here]
 
 
 def exchange(parts: Sequence[Tensor], into: Sequence[Tensor], schedule: Schedule, rank: int, group: dist.ProcessGroup) -> None:  # fmt: skip
     """Send part i to rank i, and receive rank i's in `into[i]`: contiguous, all of one size on all ranks.
 
     Args:
-        parts, into: one for each rank.
+        parts: one for each rank.
+        into: as many.
         schedule: of an all-to-all of these sizes.
         rank: this one.
         group: the ranks.

@@ -205,7 +205,8 @@ class Axis:
         """Send part i to rank i, and receive rank i's part for this rank in `into[i]`: contiguous, any sizes.
 
         Args:
-            parts, into: one for each rank.
+            parts: one for each rank.
+            into: as many.
             even: all ranks' parts are of one size. Only then may another algorithm be chosen: what others send one
                 another is not known here.
         """

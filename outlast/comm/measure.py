@@ -1,7 +1,7 @@
 """What the links between a run's ranks do, measured: a few seconds at the first start, then kept beside the run.
 
 Everything is timed by all ranks at once, as it will be used: what one rank alone could do on a machine that several share
-says little. Small transfers are repeated, and the median taken; large ones grow until one takes long enough to tell a rate.
+says little. Small transfers are repeated, and the least taken; large ones grow until one takes long enough to tell a rate.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -92,12 +92,17 @@ class _Clock:
 
     def slowest(self, work: Callable[[], object], times: int = 1) -> float:
         """The same, of the rank that took longest."""
-        return max(self.world.gather_objects(self.seconds(work, times)))
+        return self._largest(self.seconds(work, times))
+
+    def _largest(self, mine: float) -> float:
+        told = torch.tensor([mine], dtype=torch.float64, device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.world.group)
+        return told.item()
 
     def small(self, work: Callable[[], object], times: int = 10) -> float:
-        """Median of several, each of so many in a row, of the slowest rank; one untimed before."""
+        """Least of several, each of so many in a row, of the slowest rank: what else the machine does only adds."""
         work()
-        return statistics.median(self.slowest(work, times) for _ in range(5))
+        return min(self.slowest(work, times) for _ in range(5))
 
     def sizes(self, seconds: Callable[[int], float]) -> Iterator[tuple[int, float]]:
         """Sizes eight times the one before, each with what it took, until one took long enough."""
@@ -142,7 +147,7 @@ class _Clock:
         def timed(size: int) -> float:
             out, into = self._of(size), self._of(size)
             mine.append(self.seconds(lambda: shift(out, into), 1, left))
-            return max(self.world.gather_objects(mine[-1]))
+            return self._largest(mine[-1])
 
         (small, _), *_, (size, _) = self.sizes(timed)
         return (size - small) / max(mine[-1] - mine[0], 1e-9) if at >= 0 else 0.0
@@ -158,11 +163,13 @@ class _Clock:
         the solution, none below 0, that leaves the least of the relative errors' squares.
         """
         group, names = profile.group(range(self.world.size)), ("inside", "between", "together", "message")
-        nothing = dataclasses.replace(profile, inside_rate=math.inf, rates=(math.inf,) * len(profile.rates), sums=math.inf)
+        nothing = dataclasses.replace(
+            profile, inside_rate=math.inf, rates=(math.inf,) * len(profile.rates), sums=math.inf
+        )
         rows, took, size = [], [], 64 * self.world.size
         for op in ("all_reduce", "all_gather"):
             for algorithm in ALGORITHMS[op]:
-                units = (dataclasses.replace(nothing, **{name: 1.0}) for name in names)
+                units = (_with(nothing, {name: 1.0}) for name in names)
                 took.append(self.small(self._by(op, algorithm, size, group)))
                 rows.append([seconds(op, algorithm, size, group, unit) / took[-1] for unit in units])
         best, found = math.inf, dict.fromkeys(names, 0.0)
@@ -172,8 +179,11 @@ class _Clock:
                 x = torch.linalg.lstsq(counts[:, some], ones, driver="gelsd").solution
                 off = (counts[:, some] @ x - ones).square().sum().item()
                 if (x >= 0).all() and off < best:
-                    best, found = off, dict.fromkeys(names, 0.0) | {names[i]: one.item() for i, one in zip(some, x, strict=True)}
-        return dataclasses.replace(profile, **found)
+                    best, found = (
+                        off,
+                        dict.fromkeys(names, 0.0) | {names[i]: one.item() for i, one in zip(some, x, strict=True)},
+                    )
+        return _with(profile, found)
 
     def free(self, profile: Profile) -> Profile:
         """The profile with how many bytes of a round a link carries at once: what a ring is faster by than its rates tell."""
@@ -210,7 +220,11 @@ class _Clock:
     def library(self, axis: Axis, hosts: Sequence[int]) -> list[Library]:
         """The library's own, over every group along an axis at once."""
         of_group = tuple(hosts[rank] for rank in axis.ranks)
-        ops = ("all_reduce",) if dist.get_backend(axis.group) == "gloo" else ("all_reduce", "all_gather", "reduce_scatter")
+        ops = (
+            ("all_reduce",)
+            if dist.get_backend(axis.group) == "gloo"
+            else ("all_reduce", "all_gather", "reduce_scatter")
+        )
         found = []
         for op in ops:
 
@@ -225,8 +239,10 @@ class _Clock:
                 return self.small(calls[op]) if size < 1 << 17 else self.slowest(calls[op])
 
             found += [
-                one
-                for told in self.world.gather_objects(Library(op, of_group, self._ends(timed)))
-                for one in [told]
+                one for told in self.world.gather_objects(Library(op, of_group, self._ends(timed))) for one in [told]
             ]
         return list(dict.fromkeys(found))
+
+
+def _with(profile: Profile, delays: dict[str, Any]) -> Profile:
+    return dataclasses.replace(profile, **delays)

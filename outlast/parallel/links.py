@@ -109,7 +109,9 @@ def told(mesh: Mesh, ops: Iterable[tuple[str, str]]) -> list[str]:
     over = [name for name in layout.AXES if name in mesh.axes]
     lines = [
         f"{max(mesh.hosts) + 1} host{'s' if max(mesh.hosts) else ''}: "
-        + ", ".join(f"{name} {'goes between hosts' if mesh.axes[name].link else 'stays inside a host'}" for name in over)
+        + ", ".join(
+            f"{name} {'goes between hosts' if mesh.axes[name].link else 'stays inside a host'}" for name in over
+        )
     ]
     most, talkative = max(Counter(mesh.hosts).values()), over[-1]
     degree = layout.degrees(mesh.parallel)[talkative]

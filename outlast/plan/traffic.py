@@ -57,7 +57,11 @@ class _Transfer:
 
 
 def step(
-    run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0, choices: Mapping[str, Choices] | None = None
+    run: Run,
+    sequences: Sequence[int],
+    learned: Sequence[int],
+    rank: int = 0,
+    choices: Mapping[str, Choices] | None = None,
 ) -> Totals:
     """What one rank sends in a training step.
 
@@ -79,7 +83,11 @@ def step(
 
 
 def evaluation(
-    run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0, choices: Mapping[str, Choices] | None = None
+    run: Run,
+    sequences: Sequence[int],
+    learned: Sequence[int],
+    rank: int = 0,
+    choices: Mapping[str, Choices] | None = None,
 ) -> Totals:
     """What one rank sends in an evaluation: passes forward, and the sum of its losses. Arguments as of :func:`step`."""
     moved = [_Transfer("world", "all_reduce", 8 * 2)]

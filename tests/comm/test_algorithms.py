@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from outlast import schedules
 from outlast.comm import algorithms
-from outlast.comm.collectives import Axis, Counts
 
 SEED = 7
 

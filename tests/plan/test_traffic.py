@@ -232,9 +232,11 @@ def counted(run, fed):
         for one in batches:
             model(*one)
     told = [told(run, sequences, learned, grid.rank, grid.choices) for told in (traffic.step, traffic.evaluation)]
+    evaluated = sent()
+    made = {choice.algorithm for choices in grid.choices.values() for choice in choices.made.values()}
     for axis in grid.axes.values():  # the grid is kept for other tests
         axis.choices = axis.link = None
-    return (stepped, sent()), told
+    return (stepped, evaluated), told, made
 
 
 OTHER = {
@@ -256,6 +258,7 @@ def test_what_ranks_count(ranks, name, other, tmp_path):
     run = run_of(**{"vocab_size": 33, "length": 16, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "intermediate_size": 20} | knobs)  # fmt: skip
     data = run.parallel.dp_replicate * run.parallel.dp_shard
     fed = [[(2, 20), (1, 7)]] + [[(2, 31 - rank), (0, 0)] for rank in range(1, data)]
-    for counts, told in ranks.run(n, counted, run, fed):
+    for counts, told, made in ranks.run(n, counted, run, fed):
+        assert bool(other) == bool(made - {"library"}), made
         for one, said in zip(counts, told, strict=True):
             assert one == {key: sent for key, sent in said.items() if key[0] != "world"}
