@@ -7,7 +7,7 @@ other. A round of m messages, of which the busiest rank has k, takes
 
 and a collective the sum of its rounds. `together` is what ranks cost one another that share a machine's cores; `free` bytes are
 through while the latency passes, which is how a shaped link catches up. A link
-on which several messages come to one rank at once, or go from it, loses `crowded` seconds besides, by the bytes in it. For n ranks on n hosts with equal links that comes to the formulas of the papers:
+with three messages or more the same way at once, several of them one rank's, loses `crowded` seconds besides, by its bytes. For n ranks on n hosts with equal links that comes to the formulas of the papers:
 with a = latency, b = 1 / rate and M bytes, an all-reduce by ring takes 2 (n - 1) a + 2 (n - 1)/n M b, by halving
 2 log2(n) a + 2 (n - 1)/n M b, directly 2 a + 2 (n - 1)/n M b and the messages, by a tree of depth d in s segments
 (2 d + s - 1) a + 2 d' M b / s where d' counts the segments in its busiest rank's link.
@@ -63,8 +63,8 @@ class Profile:
         message: seconds that each message but the first costs a rank that has several in a round.
         together: seconds that each message of a round but the first costs all, whoever's it is.
         free: bytes that a host's link carries in each round before its rate counts.
-        crowded: seconds that a link loses on which one rank has several messages the same way at once, by the link's bytes,
-            which rise. Between two a line is drawn; beyond the last it is what it was there.
+        crowded: seconds that a link loses with three messages or more the same way at once, several of them one rank's, by
+            the link's bytes, which rise. Between two a line is drawn; beyond the last it is what it was there.
         sums: bytes/s that a rank adds.
         library: what is known of the library's own. Where nothing is, an all-reduce is taken for a ring, all else for
             direct.
@@ -141,7 +141,8 @@ def _round(moves: Sequence[Move], group: Group, profile: Profile, wide: int) -> 
                 peers.setdefault((way, host, rank), set()).add(peer)
         if move.adds:
             added["", move.receiver] += move.bytes
-    crowded = {at[:2] for at, those in peers.items() if len(those) > 1} if profile.crowded else set()
+    several = {at[:2] for at, those in peers.items() if len(those) > 1} if profile.crowded else set()
+    crowded = {at for at in several if sum(len(those) for by, those in peers.items() if by[:2] == at) > 2}
     across = [
         max(0.0, size - profile.free) / profile.rates[at[1]]
         + (_between_points(profile.crowded, min(size, profile.crowded[-1][0])) if at in crowded else 0.0)

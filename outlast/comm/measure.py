@@ -28,6 +28,8 @@ _ENOUGH_S: Final = 0.1
 """Seconds in which a rate shows."""
 _PART: Final = 1 << 16
 """Bytes that a ring passes on to see what a link carries at once."""
+_STALL: Final = 10
+"""Latencies: what a crowded link loses less than that is no more than other things take."""
 _FAR: Final = 4
 """To how many hosts each is tried."""
 
@@ -199,7 +201,7 @@ class _Clock:
         group, size = profile.group(range(self.world.size)), 64 * self.world.size
         busiest = max(profile.hosts.count(host) for host in set(profile.hosts))
         flows = busiest * (self.world.size - busiest)
-        if self.world.size - busiest < 2:  # no rank has several to talk to on other hosts
+        if self.world.size - busiest < 2 or flows < 3:
             return profile
         points, told = [], 0.0
         while told < _ENOUGH_S and size < _MOST:
@@ -207,7 +209,8 @@ class _Clock:
             work = self._by("all_gather", "direct", size, group)
             times = 10 if told < _ENOUGH_S / 10 else 1
             took = statistics.mean(self.slowest(work, times) for _ in range(3))  # now and then, much: the mean shows it
-            points.append((flows * size // self.world.size, max(0.0, took - told)))
+            lost = took - told if took - told > _STALL * profile.between else 0.0
+            points.append((flows * size // self.world.size, lost))
             size *= 4
         return dataclasses.replace(profile, crowded=tuple(points))
 
