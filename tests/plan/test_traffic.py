@@ -13,7 +13,7 @@ from outlast import layout
 from outlast.config import Run, replaced
 from outlast.data import IGNORED
 from outlast.data.batches import MicroBatch
-from outlast.links import Profile, write
+from outlast.links import Library, Profile, write
 from outlast.model import loss
 from outlast.parallel import build, links, mesh
 from outlast.parallel.gradients import complete
@@ -252,7 +252,8 @@ def test_what_ranks_count(ranks, name, other, tmp_path):
     if other:
         hosts = tuple(rank // 2 for rank in range(n))
         knobs = knobs | {"links": str(tmp_path / "links.json")}
-        profile = Profile(hosts, 1e-4, 1e9, 1e-4, (1e9,) * (max(hosts) + 1), sums=1e9)
+        slow = Library("all_reduce", (0, 0), ((1, 1.0), (2, 1.0)))  # of two ranks, the one with another way to go
+        profile = Profile(hosts, 1e-4, 1e9, 1e-4, (1e9,) * (max(hosts) + 1), sums=1e9, library=(slow,))
         changed = {key: value[: max(hosts) + 1] if key == "rates" else value for key, value in OTHER[other].items()}
         write(tmp_path / "links.json", dataclasses.replace(profile, **changed))
     run = run_of(**{"vocab_size": 33, "length": 16, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "intermediate_size": 20} | knobs)  # fmt: skip
