@@ -43,3 +43,18 @@ def sent_by_kernel() -> tuple[int, int, int]:
     numbers = next(line for line in lines if line.strip().startswith("eth0:")).partition(":")[2].split()
     names, counts = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
     return int(numbers[8]), int(numbers[9]), int(counts[names.index("RetransSegs")])
+
+
+def shape(name: str, host: int, megabits: int) -> None:
+    """Give a host's interface a rate, in either direction of its own; its packets are put together as the kernel likes."""
+    for command in (
+        [SCRIPT, "run", name, str(host), "ip", "link", "set", "eth0", "gso_max_segs", "65535"],
+        [SCRIPT, "run", name, str(host), *_tbf("eth0", megabits)],
+        _tbf(f"ol{name}v{host}", megabits),
+    ):
+        subprocess.run(command, check=True)
+
+
+def _tbf(interface: str, megabits: int) -> list[str]:
+    limits = ["rate", f"{megabits}mbit", "burst", "128kb", "latency", "100ms"]
+    return ["tc", "qdisc", "replace", "dev", interface, "root", "tbf", *limits]

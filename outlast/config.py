@@ -246,6 +246,8 @@ class Parallel:
     """Under `sp`, into how many pieces the gathered stream is cut, to travel under the products: as many of each rank's stretch, rounded up. 1: one, nothing overlaps. 0: the fastest, measured at the start."""
     tp_compress: Literal["none", "bf16", "int8"] = result("none")
     """How activations and their gradients travel over `tp`: as they are, in bfloat16, or in 8 bits with a float32 scale a token. Rounds them, so it bears on the result."""
+    links: str = free("")
+    """By what each collective's algorithm is chosen: `measure`, the links as measured at the first start and kept in the run folder; or a links.json. Empty: always the library's own."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ The grid is numbered so that the axis that talks most varies fastest: neighbours
 
 import functools
 import math
+from pathlib import Path
 from typing import Final
 
 from outlast.config import Model, Parallel, Run
@@ -75,6 +76,14 @@ def first_copy(parallel: Parallel) -> list[int]:
     return [rank for rank, where in everyone if not any(where[axis] for axis in apart)]
 
 
+def along(parallel: Parallel, rank: int, axis: str) -> list[int]:
+    """The ranks that a rank meets along an axis, itself among them, in the axis's order."""
+    sizes = degrees(parallel)
+    stride = math.prod(list(sizes.values())[list(sizes).index(axis) + 1 :])
+    first = rank - coordinates(parallel, rank)[axis] * stride
+    return list(range(first, first + stride * sizes[axis], stride))
+
+
 def data_rank(parallel: Parallel, rank: int) -> tuple[int, int]:
     """How many differently fed ranks there are, and which of them this one is."""
     where = coordinates(parallel, rank)
@@ -118,6 +127,12 @@ def check(run: Run, there: int | None = None) -> None:
     if parallel.dp_compress != "none":
         _check_compression(run)
     _check_transfers(run)
+    if parallel.links not in ("", "measure") and not Path(parallel.links).is_file():
+        raise UsageError(
+            f"parallel.links is {parallel.links!r}, and there is no such file",
+            fix='set it to "measure", to a links.json that a run has kept, or leave it out',
+            key="parallel.links",
+        )
     if there is not None and ranks(parallel) != there:
         product = " x ".join(f"{axis}={size}" for axis, size in degrees(parallel).items() if size > 1) or "of one rank"
         raise UsageError(

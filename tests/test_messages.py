@@ -142,6 +142,11 @@ def test_a_layout_for_other_ranks_than_were_started(tmp_path, capsys, monkeypatc
             "set parallel.tp to 2 or more, or leave parallel.sp out (--parallel.no-sp)",
         ),
         (
+            ["--parallel.links", "nowhere.json"],
+            "parallel.links is 'nowhere.json', and there is no such file",
+            'set it to "measure", to a links.json that a run has kept, or leave it out',
+        ),
+        (
             ["--parallel.sp-regather"],
             "parallel.sp_regather is on, and parallel.sp is not: there is nothing gathered to gather again",
             "set parallel.sp too, or leave both out",

@@ -1,7 +1,8 @@
 """Every collective we call, counted by axis and operation: calls, bytes this rank sends, seconds it waits.
 
 gloo's own reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather copies more than it needs. Over gloo
-both are made here of sends straight from and into the slices, and the sum is taken in rank order.
+both are made here of sends straight from and into the slices, and the sum is taken in rank order. Where an axis has been
+given choices (:mod:`outlast.links`), these say for which sizes another algorithm takes its place.
 """
 
 import contextlib
@@ -16,7 +17,11 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 
+from outlast.comm import algorithms
+from outlast.comm.link import Flight, Link
 from outlast.layout import sent
+from outlast.links import Choices
+from outlast.schedules import Schedule, schedule
 
 
 @dataclass
@@ -74,7 +79,7 @@ Works = tuple[Sequence[dist.Work], Sequence[dist.Work]]
 """Transfers under way: those that come in, those that go out."""
 
 
-class InFlight:
+class InFlight(Flight):
     """A transfer that has begun and goes on by itself. Its tensors are not to be touched before :meth:`wait` is through."""
 
     def __init__(
@@ -91,6 +96,8 @@ class InFlight:
             with self._axis.counts.counted(self._axis.name, self._op, 0, self._device, calls=0):
                 for work in self._works:
                     work.wait()
+            if self._axis.link is not None:
+                self._axis.link.leave(self)
         self._works = self._held = ()
 
 
@@ -105,6 +112,8 @@ class Axis:
     Attributes:
         freely: transfers go on whatever order they were posted in. NCCL's come one after the other: each waits for its
             partner.
+        choices: algorithms to take; None where the library's are for everything.
+        link: what it shares with other axes; None where it stays inside a host, or nothing is known of that.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, counts: Counts) -> None:
@@ -112,14 +121,34 @@ class Axis:
         self.ranks, self.rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         self.size = len(self.ranks)
         self.freely = dist.get_backend(group) == "gloo"
+        self.choices: Choices | None = None
+        self.link: Link | None = None
 
     def _counted(self, op: str, whole: Tensor, size: int | None = None) -> contextlib.AbstractContextManager[None]:
+        if self.link is not None:
+            self.link.clear(self.name)
         bytes_ = sent(op, whole.numel() * whole.element_size(), self.size) if size is None else size
         return self.counts.counted(self.name, op, bytes_, whole.device)
+
+    def _chosen(self, op: str, x: Tensor, size: int) -> tuple[Schedule, int] | None:
+        """The messages of a collective of so many bytes, and what this rank sends in them; None: the library's own."""
+        if self.choices is None:
+            return None
+        wide = algorithms.wide(x.dtype)
+        choice = self.choices.of(op, size, wide)
+        if choice.algorithm == "library":
+            return None
+        messages = schedule(op, choice.algorithm, size, self.choices.group, choice.segments)
+        return messages, self.choices.sent(op, size, wide)
 
     @torch.compiler.disable
     def all_reduce(self, x: Shaped[Tensor, "*shape"], largest: bool = False) -> Shaped[Tensor, "*shape"]:
         """Sum over the ranks, in place; or take the largest."""
+        chosen = None if largest else self._chosen("all_reduce", x, x.numel() * x.element_size())
+        if chosen:
+            with self._counted("all_reduce", x, chosen[1]):
+                algorithms.work(x.view(-1), chosen[0], self.rank, self.group)
+            return x
         with self._counted("all_reduce", x):
             dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self.group)
         return x
@@ -129,8 +158,12 @@ class Axis:
         """The parts of all ranks, one after the other along the first axis, in rank order."""
         part = part.contiguous()
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:])) if out is None else out
-        with self._counted("all_gather", whole):
-            if not self.freely:
+        chosen = self._chosen("all_gather", whole, whole.numel() * whole.element_size())
+        with self._counted("all_gather", whole, chosen[1] if chosen else None):
+            if chosen:
+                whole.view(self.size, *part.shape)[self.rank].copy_(part)
+                algorithms.work(whole.view(-1), chosen[0], self.rank, self.group)
+            elif not self.freely:
                 dist.all_gather_single(whole, part, group=self.group)
             else:
                 parts = list(whole.view(self.size, *part.shape))
@@ -143,7 +176,12 @@ class Axis:
         """The rank's part, along the first axis, of the sum over the ranks; 16-bit types are summed in float32."""
         whole = whole.contiguous()
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:])) if out is None else out
-        with self._counted("reduce_scatter", whole):
+        chosen = self._chosen("reduce_scatter", whole, whole.numel() * whole.element_size())
+        with self._counted("reduce_scatter", whole, chosen[1] if chosen else None):
+            if chosen:
+                flat = whole.view(-1).clone()  # whoever asks keeps theirs
+                algorithms.work(flat, chosen[0], self.rank, self.group)
+                return part.copy_(flat.view(self.size, *part.shape)[self.rank])
             if not self.freely:
                 dist.reduce_scatter_single(part, whole, group=self.group)
                 return part
@@ -181,12 +219,28 @@ class Axis:
     def during(
         self, op: str, device: torch.device, size: int = 0, calls: int = 0
     ) -> contextlib.AbstractContextManager[None]:
-        """Count the time inside, and so many bytes and calls, for a collective made of posted transfers."""
+        """Count the time inside, and so many bytes and calls, for a collective made of posted transfers.
+
+        It begins with what is counted as a call: the link is clear for it then.
+        """
+        if calls and self.link is not None:
+            self.link.clear(self.name)
         return self.counts.counted(self.name, op, size, device, calls)
 
-    def all_to_all(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Send part i to rank i, and receive rank i's part for this rank in `into[i]`: contiguous, any sizes."""
+    def all_to_all(self, parts: Sequence[Tensor], into: Sequence[Tensor], even: bool = False) -> None:
+        """Send part i to rank i, and receive rank i's part for this rank in `into[i]`: contiguous, any sizes.
+
+        Args:
+            parts: one for each rank.
+            into: as many.
+            even: all ranks' parts are of one size. Only then may another algorithm be chosen: what others send one
+                another is not known here.
+        """
         parts = [part.contiguous() for part in parts]
+        if even and (chosen := self._chosen("all_to_all", parts[0], sum(part.numel() * part.element_size() for part in parts))):  # fmt: skip
+            with self._counted("all_to_all", parts[0], chosen[1]):
+                algorithms.exchange(parts, into, chosen[0], self.rank, self.group)
+            return
         others = sum(part.numel() * part.element_size() for i, part in enumerate(parts) if i != self.rank)
         with self._counted("all_to_all", parts[self.rank], others):
             into[self.rank].copy_(parts[self.rank].view(into[self.rank].shape))
@@ -212,7 +266,10 @@ class Axis:
         size = sum(one.numel() * one.element_size() for one in tensors)
         with self._counted("shift", tensors[0], size):
             works = dist.batch_isend_irecv(ops) if ops else ()
-        return InFlight(self, "shift", works, tensors[0].device, (*tensors, *into))
+        flying = InFlight(self, "shift", works, tensors[0].device, (*tensors, *into))
+        if self.link is not None:
+            self.link.enter(self.name, flying)
+        return flying
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """What every rank has to tell, in rank order: small things, now and then. Not counted."""

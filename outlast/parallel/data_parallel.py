@@ -1,11 +1,11 @@
 """Sharded data parallelism: the ranks of `dp_shard` share one copy's weights, gradients and moments, by torch's FSDP2.
 
-With `shard_sequence_ranks` those that share a sequence do, too. A block's weights are gathered before it works and let go after; its gradients are summed and scattered as they appear.
-The next block's weights travel while one works, forward by our word and backward by FSDP2's own, and gradients until the
-pass ends: over gloo by transfers that were posted, with NCCL on a stream of their own.
-The transfers are ours, so that they are counted, and a reduce-scatter over gloo moves half of what torch's would. Under
-bfloat16 blocks are gathered in it, embedding and output in float32. Norm weights stay whole on every rank: they are few,
-and where products are in bfloat16 they must not be. What copies
+With `shard_sequence_ranks` those that share a sequence do, too. A block's weights are gathered before it works and let
+go after; its gradients are summed and scattered as they appear. The next block's weights travel while one works, forward
+by our word and backward by FSDP2's own, and a block's gradients while the next one's are made: over gloo by transfers that
+were posted, with NCCL on a stream of their own. The transfers are ours, so that they are counted, and a reduce-scatter
+over gloo moves half of what torch's would. Under bfloat16 blocks are gathered in it, embedding and output in float32.
+Norm weights stay whole on every rank: they are few, and where products are in bfloat16 they must not be. What copies
 (`dp_replicate`) sum at the end of a step is :mod:`outlast.parallel.gradients`' business.
 
 Source: Rajbhandari et al. 2020 (arXiv 1910.02054) stage 3.
@@ -40,23 +40,26 @@ def apply(model: Transformer, mesh: Mesh) -> None:
     """
     if mesh.sharing is None:
         return
-    exact, axis = sum_dtype(model.compute), mesh.axes["shard"]
+    exact, among = sum_dtype(model.compute), mesh.axes["shard"]
+    axis = Axis(among.name, among.group, among.counts)  # straight: no algorithm is chosen for what travels under work
+    axis.link = among.link
+    under_way: list[_Sum] = []
     for module in (*model.layers, model):
         # The gradient of an embedding is a sum over every place a token stands at: not one to take in 16 bits.
         moved = None if module is model or model.compute == exact else model.compute
         policy = MixedPrecisionPolicy(param_dtype=moved, reduce_dtype=exact, cast_forward_inputs=False)
         whole = {parameter for name, parameter in module.named_parameters() if not layout.fsdp_shards(f".{name}")}
         fully_shard(module, mesh=mesh.sharing, mp_policy=policy, ignored_params=whole)
-        _count_and_sum(module, axis)
+        _count_and_sum(module, axis, under_way)
     for module, following in itertools.pairwise((model, *model.layers)):
         _sharded(module).set_modules_to_forward_prefetch([_sharded(following)])
 
 
-def _count_and_sum(module: nn.Module, axis: Axis) -> None:
+def _count_and_sum(module: nn.Module, axis: Axis, under_way: "list[_Sum]") -> None:
     """Have FSDP2 call our transfers, and sum gradients rather than average them: the loss is already a share."""
     sharded = _sharded(module)
     sharded.set_custom_all_gather(_AllGather(axis))
-    sharded.set_custom_reduce_scatter(_ReduceScatter(axis, sharded))
+    sharded.set_custom_reduce_scatter(_ReduceScatter(axis, sharded, under_way))
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
@@ -83,50 +86,74 @@ class _AllGather(_Transfer, AllGather):
         if not self.axis.freely:
             self.axis.all_gather(input_tensor, output_tensor)  # on the stream that FSDP2 keeps for it
             return None
-        return _UnderWay(self.stream.gather(input_tensor, output_tensor))
+        return _UnderWay(self.axis, self.stream.gather(input_tensor, output_tensor))
 
 
 class _UnderWay(dist.Work):
-    """What FSDP2 waits for before it first uses what was gathered."""
+    """What FSDP2 waits for before it first uses what was gathered; or another axis, that shares a slow link."""
 
-    def __init__(self, gathering: Gathering) -> None:
+    def __init__(self, axis: Axis, gathering: Gathering) -> None:
         super().__init__()
-        self.gathering = gathering
+        self.axis, self.gathering = axis, gathering
+        if axis.link is not None:
+            axis.link.enter(axis.name, self)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         self.gathering.finish()
+        if self.axis.link is not None:
+            self.axis.link.leave(self)
         return True
 
 
 class _ReduceScatter(_Transfer, ReduceScatter):
-    """Sums that are there when the backward pass ends.
+    """Sums that are there when the next block's begin, or the backward pass ends.
 
     FSDP2 expects them at once, but does not read them: it makes the gradient a view of where they are put, or adds them
-    to the gradient of the step's earlier passes. Then it is given zeros to add, and what came is added at the end.
+    to the gradient of the step's earlier passes. Then it is given zeros to add, and what came is added when it is there.
+    One block's at a time: the whole gradients of more need not be in memory.
     """
 
-    def __init__(self, axis: Axis, module: FSDPModule) -> None:
+    def __init__(self, axis: Axis, module: FSDPModule, under_way: "list[_Sum]") -> None:
         super().__init__(axis)
-        self.module, self.gradient = module, torch.empty(0)
+        self.module, self.under_way, self.gradient = module, under_way, torch.empty(0)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
         if not self.axis.freely:
             self.axis.reduce_scatter(input_tensor, output_tensor)
             return
+        _end(self.under_way)
         if self._first_pass():
-            self.gradient = output_tensor
-            end = functools.partial(_sum_into, self.stream.scatter(input_tensor, output_tensor).at_once(), None)
+            self.gradient, gradient = output_tensor, None
+            scattering = self.stream.scatter(input_tensor, output_tensor)
         else:
             output_tensor.zero_()
-            end = functools.partial(_sum_into, self.stream.scatter(input_tensor).at_once(), self.gradient)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+            gradient, scattering = self.gradient, self.stream.scatter(input_tensor)
+        self.under_way.append(_Sum(self.axis, scattering.at_once(), gradient))
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end, self.under_way))
 
     def _first_pass(self) -> bool:
         group = self.module._get_fsdp_state()._fsdp_param_group
         return group is None or all(one.sharded_param.grad is None for one in group.fsdp_params)
 
 
-def _sum_into(scattering: Scattering, gradient: Tensor | None) -> None:
-    total = scattering.total()
-    if gradient is not None:
-        gradient.add_(total)
+class _Sum:
+    """A block's gradients on their way to be summed, into where they belong or on top of what is there."""
+
+    def __init__(self, axis: Axis, scattering: Scattering, gradient: Tensor | None) -> None:
+        self.axis, self.scattering, self.gradient = axis, scattering, gradient
+        if axis.link is not None:
+            axis.link.enter(axis.name, self)
+
+    def wait(self) -> None:
+        """Have them there; at once, where that has been done before."""
+        total = self.scattering.total()
+        if self.gradient is not None:
+            self.gradient.add_(total)
+            self.gradient = None
+        if self.axis.link is not None:
+            self.axis.link.leave(self)
+
+
+def _end(under_way: list[_Sum]) -> None:
+    while under_way:
+        under_way.pop().wait()

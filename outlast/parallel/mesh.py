@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from outlast import layout
 from outlast.comm.collectives import Axis, Counts
 from outlast.config import Parallel
+from outlast.links import Choices
 
 _PATIENCE: Final = timedelta(minutes=30)
 """How long a rank waits for the others: an evaluation, a first compilation or a slow disk may hold one up."""
@@ -30,6 +31,7 @@ class Mesh:
             `world`, all ranks; `checkpoint`, all again, for what is said on the side while the others may be busy.
         sharing: torch's own grid of the ranks that share weights by rows; None where nobody does.
         counts: what was sent.
+        hosts: number of the host that each rank is on, once :mod:`outlast.parallel.links` has asked.
     """
 
     parallel: Parallel
@@ -38,6 +40,7 @@ class Mesh:
     axes: dict[str, Axis] = field(default_factory=dict)
     sharing: DeviceMesh | None = None
     counts: Counts = field(default_factory=Counts)
+    hosts: list[int] = field(default_factory=list)
 
     @property
     def world(self) -> Axis | None:
@@ -58,6 +61,11 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of the differently fed ranks this one is."""
         return layout.data_rank(self.parallel, self.rank)[1]
+
+    @property
+    def choices(self) -> dict[str, Choices]:
+        """The algorithms in force, by axis; empty where the library's own are everywhere."""
+        return {axis.name: axis.choices for axis in self.axes.values() if axis.choices is not None}
 
     def first_along(self, *axes: str) -> bool:
         """Whether this rank is the first along some axes: the one to count what all along them have alike."""

@@ -52,7 +52,7 @@ def _to_heads(axis: Axis, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Of several (B L heads K) whole sequences (B uL heads/u K), in one all-to-all."""
     outward = [torch.cat([x[:, :, _heads(x.shape[2], axis.size, i)] for x in tensors], dim=2) for i in range(axis.size)]
     inward = outward[0].new_empty((axis.size, *outward[0].shape))
-    axis.all_to_all(outward, list(inward))
+    axis.all_to_all(outward, list(inward), even=True)
     whole = inward.transpose(0, 1).flatten(1, 2)
     return list(whole.split([max(1, x.shape[2] // axis.size) for x in tensors], dim=2))
 
@@ -62,7 +62,7 @@ def _to_tokens(axis: Axis, tensors: Sequence[Tensor], heads: Sequence[int]) -> l
     joined = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=2)
     outward = joined.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous()
     inward = torch.empty_like(outward)
-    axis.all_to_all(list(outward), list(inward))
+    axis.all_to_all(list(outward), list(inward), even=True)
     found = []
     parts = inward.split([x.shape[2] for x in tensors], dim=3)
     for part, count in zip(parts, heads, strict=True):

@@ -4,12 +4,13 @@ N is the bytes of a pass's residual stream: B sequences x S tokens x D hidden_si
 over n ranks of a tensor of M bytes sends what :func:`outlast.layout.sent` says; an axis of one rank sends nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from outlast import layout, settings
 from outlast.config import Parallel, Run
+from outlast.links import Choices
 from outlast.places import Place
 from outlast.plan import memory
 
@@ -19,8 +20,8 @@ LOGITS_AT_ONCE: Final = 1 << 23
 FEWEST_ROWS: Final = 512
 """As in outlast/model/loss.py, too."""
 
-_SMALL: Final = (3, 1, 1, 1)
-"""Numbers of 8 bytes that all ranks sum in a step: what is learned and fed (twice), the norm, the loss, who asks to leave."""
+_SMALL: Final = (3, 1, 1)
+"""Numbers of 8 bytes that all ranks sum in a step: what is learned and fed (twice), the norm, the loss."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,28 @@ class _Transfer:
     """Equal collectives: `size` is the bytes of the whole tensor that each reduces, gathers or scatters.
 
     Of an all-to-all, whose parts are of any size, and of a shift, it is what this rank sends to others; of another, where
-    `uneven`.
+    `uneven`. Those that are `direct` go straight from rank to rank, whatever algorithms are in force: what travels under
+    work, is coded, or is not summed. `even`: an all-to-all of equal parts. `wide` is 2 where 16-bit numbers are summed: on
+    the way a sum has 32.
     """
 
     axis: str
     op: str
     size: int
     times: int = 1
+    wide: int = 1
     uneven: bool = False
+    direct: bool = False
+    even: bool = False
 
 
 def step(
-    run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0, number: int | None = None
+    run: Run,
+    sequences: Sequence[int],
+    learned: Sequence[int],
+    rank: int = 0,
+    number: int | None = None,
+    choices: Mapping[str, Choices] | None = None,
 ) -> Totals:
     """What one rank sends in a training step.
 
@@ -67,8 +78,10 @@ def step(
         learned: targets learned in each of these passes, among the tokens that this rank has.
         rank: whose. Ranks differ by what they are fed, and where rows do not divide evenly.
         number: of the step, from 1; None: one after those that are exact, where copies send signs.
+        choices: algorithms in force, by axis; none, the library's own.
     """
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
+    moved.append(_Transfer("world", "all_reduce", 8, direct=True))  # who asks to leave: the largest, no sum
     for count, targets in zip(sequences, learned, strict=True):
         moved += _stream(run, count, targets, rank, backward=True)
         moved += _attention(run, count, backward=True)
@@ -79,26 +92,32 @@ def step(
         moved += _signs(run, rank)
     if run.optim.name == "muon":
         moved += _matrices(run, rank)
-    return _added(run.parallel, moved)
+    return _added(run.parallel, moved, choices or {})
 
 
-def evaluation(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int = 0) -> Totals:
+def evaluation(
+    run: Run,
+    sequences: Sequence[int],
+    learned: Sequence[int],
+    rank: int = 0,
+    choices: Mapping[str, Choices] | None = None,
+) -> Totals:
     """What one rank sends in an evaluation: passes forward, and the sum of its losses. Arguments as of :func:`step`."""
     moved = [_Transfer("world", "all_reduce", 8 * 2)]
     for count, targets in zip(sequences, learned, strict=True):
         moved += _stream(run, count, targets, rank, backward=False)
         moved += _attention(run, count, backward=False)
     moved += _shards(run, rank, forward=len(sequences), backward=0)
-    return _added(run.parallel, moved)
+    return _added(run.parallel, moved, choices or {})
 
 
-def estimate(run: Run, rank: int = 0) -> Totals:
+def estimate(run: Run, rank: int = 0, choices: Mapping[str, Choices] | None = None) -> Totals:
     """What one rank sends in a step at most, as if every token were learned: it is known before any is read.
 
     Only the transfers of the loss depend on what is learned, and grow with it.
     """
     counts = passes(run, rank)
-    return step(run, counts, [count * tokens_here(run) for count in counts], rank)
+    return step(run, counts, [count * tokens_here(run) for count in counts], rank, choices=choices)
 
 
 def tokens_here(run: Run) -> int:
@@ -119,15 +138,21 @@ def total(totals: Totals, axis: str = "") -> int:
     return sum(traffic.bytes for (over, _), traffic in totals.items() if axis in ("", over))
 
 
-def _added(parallel: Parallel, moved: Iterable[_Transfer]) -> Totals:
+def _added(parallel: Parallel, moved: Iterable[_Transfer], choices: Mapping[str, Choices]) -> Totals:
     """Transfers as the ranks that there are send them."""
     totals: Totals = {}
     for one in moved:
         ranks, axis = layout.size(parallel, one.axis), layout.counted_as(parallel, one.axis)
         if ranks == 1 or not one.times:
             continue
-        before, sent = totals.get((axis, one.op), Traffic(0, 0)), one.uneven or one.op in ("all_to_all", "shift")
-        each = one.size if sent else layout.sent(one.op, one.size, ranks)
+        before = totals.get((axis, one.op), Traffic(0, 0))
+        if axis in choices and not (one.direct or one.uneven) and (one.even or one.op not in ("all_to_all", "shift")):
+            whole = one.size * ranks // (ranks - 1) if one.even else one.size
+            each = choices[axis].sent(one.op, whole, one.wide)
+        elif one.uneven or one.op in ("all_to_all", "shift"):
+            each = one.size
+        else:
+            each = layout.sent(one.op, one.size, ranks)
         totals[axis, one.op] = Traffic(before.calls + one.times, before.bytes + one.times * each)
     return totals
 
@@ -152,13 +177,17 @@ def _stream(run: Run, count: int, targets: int, rank: int, backward: bool) -> It
     whole = tokens * row
     entering, leaving = 2 * layers + 1, 1 + 2 * layers  # the blocks', and the loss; the embedding, and the blocks'
     anew = settings.recomputed(run) if backward and run.train.recompute == "full" else 0
-    leaving_anew = anew * (2 if run.model.dropout or run.parallel.sp else 1)
+    leaving_anew, summed_wide = anew * (2 if run.model.dropout or run.parallel.sp else 1), 2 if wide == 2 else 1
     if run.parallel.sp:
-        again = 2 * layers if run.parallel.sp_regather else 0
-        yield _Transfer("tp", "all_gather", whole, entering + 2 * anew + (leaving + again if backward else 0))
-        yield _Transfer("tp", "reduce_scatter", whole, leaving + leaving_anew + (entering if backward else 0))
+        coded, twice = code != "none", 2 if backward else 1
+        pieces = coded or run.parallel.overlap > 1
+        again = 2 * layers if backward and run.parallel.sp_regather else 0
+        yield _Transfer("tp", "all_gather", whole, 2 * layers * twice + again + 2 * anew, direct=pieces)
+        yield _Transfer("tp", "all_gather", whole, twice, direct=coded)  # the loss's, and the embedding's gradient
+        yield _Transfer("tp", "reduce_scatter", whole, 2 * layers * twice + leaving_anew, summed_wide, direct=pieces)
+        yield _Transfer("tp", "reduce_scatter", whole, twice, summed_wide, direct=coded)
     elif code == "none":
-        yield _Transfer("tp", "all_reduce", whole, leaving + leaving_anew + (entering if backward else 0))
+        yield _Transfer("tp", "all_reduce", whole, leaving + leaving_anew + (entering if backward else 0), summed_wide)
     else:  # each rank sums its share of the tokens, and hands it out
         tp, times = run.parallel.tp, leaving + leaving_anew + (entering if backward else 0)
         mine = len(layout.share(0, tokens, tp, layout.coordinates(run.parallel, rank)["tp"]))
@@ -191,8 +220,9 @@ def _attention(run: Run, count: int, backward: bool) -> Iterator[_Transfer]:
     anew = settings.recomputed(run) if backward and run.train.recompute != "none" else 0
     passes, back = (2 * layers, layers) if backward else (layers, 0)
     exchanged = token * (ulysses - 1) * wide
-    yield _Transfer("ulysses", "all_to_all", exchanged * (here + 2 * pairs), passes + anew)
-    yield _Transfer("ulysses", "all_to_all", exchanged * here, passes + (anew if run.train.recompute == "full" else 0))
+    yield _Transfer("ulysses", "all_to_all", exchanged * (here + 2 * pairs), passes + anew, even=True)
+    back_anew = anew if run.train.recompute == "full" else 0
+    yield _Transfer("ulysses", "all_to_all", exchanged * here, passes + back_anew, even=True)
     keys_and_values = token * ulysses * 2 * pairs
     yield _Transfer("ring", "shift", keys_and_values * wide, (passes + anew) * (ring - 1))
     yield _Transfer("ring", "shift", keys_and_values * exact, back * (ring - 1))
@@ -207,10 +237,10 @@ def _shards(run: Run, rank: int, forward: int, backward: int) -> Iterator[_Trans
     wide, exact = memory.widths(run.train.dtype)
     block, rest = memory.gathered_numbers(run.model, run.parallel, rank)
     layers = run.model.num_layers
-    yield _Transfer("shard", "all_gather", block * wide, layers * (forward + backward))
-    yield _Transfer("shard", "all_gather", rest * exact, backward or min(1, forward))
-    yield _Transfer("shard", "reduce_scatter", block * exact, layers * backward)
-    yield _Transfer("shard", "reduce_scatter", rest * exact, backward)
+    yield _Transfer("shard", "all_gather", block * wide, layers * (forward + backward), direct=True)
+    yield _Transfer("shard", "all_gather", rest * exact, backward or min(1, forward), direct=True)
+    yield _Transfer("shard", "reduce_scatter", block * exact, layers * backward, direct=True)
+    yield _Transfer("shard", "reduce_scatter", rest * exact, backward, direct=True)
 
 
 def _gradients(run: Run, rank: int, apart: bool) -> Iterator[_Transfer]:
@@ -248,7 +278,7 @@ def _bucket(run: Run, axis: str, parts: Sequence[Place], times: int) -> Iterator
     copies, kind = run.parallel.dp_replicate, run.parallel.dp_compress if axis == "dp_replicate" else "none"
     count = sum(part.elements for part in parts)
     if parts and kind == "bf16":
-        yield _Transfer(axis, "reduce_scatter", -(-count // copies) * copies * 2, times)
+        yield _Transfer(axis, "reduce_scatter", -(-count // copies) * copies * 2, times, 2)
         yield _Transfer(axis, "all_gather", -(-count // copies) * copies * 2, times)
     elif parts and kind == "topk":
         sent = sum(layout.largest(run.parallel.dp_topk, part.elements) for part in parts)

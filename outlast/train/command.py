@@ -58,7 +58,7 @@ def _train(training: Training, console: Console, profile: bool) -> int:
     """Take the steps that are left. Returns the exit code."""
     counted = watchers.Counted(training)
     try:
-        say.opening(console, training.settled, training.saved)
+        say.opening(console, training.settled, training.saved, training.mesh)
         ending = loop.train(training, [*_watching(training, console, profile), counted])
     except BaseException as error:
         code = errors.INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)

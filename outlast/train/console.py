@@ -19,6 +19,8 @@ from outlast.checkpoint.store import Saved
 from outlast.config import Run
 from outlast.environment import Launched
 from outlast.model import hf
+from outlast.parallel import links
+from outlast.parallel.mesh import Mesh
 from outlast.plan import memory, traffic
 from outlast.train.identity import identity_hash
 from outlast.train.loop import Ending
@@ -52,8 +54,8 @@ def facts(console: Console, title: str, lines: list[tuple[str, str]]) -> None:
     console.print(Panel(table, title=title, title_align="left", expand=False))
 
 
-def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
-    """Say what is about to run."""
+def opening(console: Console, settled: Settled, saved: Saved | None, mesh: Mesh | None = None) -> None:
+    """Say what is about to run; over which links, where the ranks are there already."""
     run, data, shape = settled.run, settled.corpus, settled.run.model
     batch, count = settings.batch_sequences(run), memory.parameters(shape)
     ranks, fed = layout.ranks(run.parallel), layout.data_rank(run.parallel, 0)[0]
@@ -67,6 +69,7 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
         "float64": "weights and moments too: for proofs",
     }
     per_step = layout.passes(batch, run.train.micro_batch, fed)
+    sent = traffic.estimate(run, choices=mesh.choices if mesh else None)
     lines = [
         ("run", f"{run.folder}  identity {identity_hash(settled.identity)}"),
         ("device", f"{device_name(settled.device)}, {many(torch.get_num_threads(), 'thread')}{' a rank' if ranks > 1 else ''}, {_peak(settled)}"),
@@ -83,7 +86,8 @@ def opening(console: Console, settled: Settled, saved: Saved | None) -> None:
                    + (f", owed to copies {size(state.owed)}" if state.owed else "")),
         *([("recompute", _recomputation(run))] if again else []),
         *([("compression", _compression(run))] if run.parallel.dp_compress != "none" else []),
-        *([("traffic", told_traffic(traffic.estimate(run)))] if ranks > 1 else []),
+        *([("traffic", told_traffic(sent))] if ranks > 1 else []),
+        *(("links" if i == 0 else "", line) for i, line in enumerate(links.told(mesh, sent) if mesh else ())),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences{f' on each of {fed} ranks' if fed > 1 else ''}"),
         ("schedule", f"{run.train.steps} steps, lr {run.optim.lr:g}, {run.schedule.name} after {run.schedule.warmup} of warmup"),

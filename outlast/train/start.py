@@ -23,7 +23,7 @@ from outlast.journal import read as read_journal
 from outlast.metrics import Metrics
 from outlast.model import hf
 from outlast.model.transformer import Transformer
-from outlast.parallel import agreement, build
+from outlast.parallel import agreement, build, links
 from outlast.parallel.chosen_pieces import chosen
 from outlast.parallel.gradients import Part
 from outlast.parallel.mesh import Mesh, make
@@ -255,6 +255,7 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
             },
         )
         changed = compare(run, settled.identity, saved)
+        measured = links.choose(mesh, run, launched.local_rank if launched else mesh.rank)
         asked, run = run, config.replaced(run, {"parallel.overlap": chosen(run, mesh)})
         settled = replace(settled, run=run)
         model, parts = build(run, mesh)
@@ -280,6 +281,8 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
     training = Training(settled, mesh, model, parts, optimizer, feed, kept, journal, metrics, *state)
     if journal:
         training.note("start", **_start(settled, mesh, position, saved, changed))
+        if measured:
+            training.note("links measured", path=links.FILE)
         _write_records(replace(settled, run=asked), folder)  # the next start may choose anew
         (folder / "outcome.json").unlink(missing_ok=True)  # of the start before
     return training

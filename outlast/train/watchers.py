@@ -87,11 +87,12 @@ class Counted(Watcher):
 
     def batch(self, step: int, work: Step) -> None:
         """Add what the step will send."""
+        mesh = self.training.mesh
         sequences, learned = (
             [len(one.positions_B) for one in work.batches],
-            [learned_here(one, self.training.mesh) for one in work.batches],
+            [learned_here(one, mesh) for one in work.batches],
         )
-        said = traffic.step(self.training.run, sequences, learned, self.training.mesh.rank, step)
+        said = traffic.step(self.training.run, sequences, learned, mesh.rank, step, mesh.choices)
         for (axis, _), one in said.items():
             self.formula[axis] += one.bytes
 

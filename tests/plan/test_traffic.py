@@ -1,5 +1,6 @@
 """Bytes sent, worked out by hand on small shapes, and against what ranks count."""
 
+import dataclasses
 from dataclasses import fields
 
 import numpy as np
@@ -13,8 +14,9 @@ from outlast import layout
 from outlast.config import Parallel, Run, replaced
 from outlast.data import IGNORED
 from outlast.data.batches import MicroBatch
+from outlast.links import Library, Profile, write
 from outlast.model import loss
-from outlast.parallel import build, mesh
+from outlast.parallel import build, links, mesh
 from outlast.parallel.gradients import complete
 from outlast.parallel.inputs import inputs, learned_here
 from outlast.parallel.matrices import on_whole
@@ -380,7 +382,8 @@ def batch_of(run, sequences, learned):
 
 def counted(run, fed):
     """On a rank: what a step and an evaluation are counted to send, and what was said. `fed`: (sequences, learned) of each pass."""
-    grid = once(mesh.make, run.parallel, torch.device("cpu"))
+    grid = once(mesh.make, replaced(run, {"parallel.links": ""}).parallel, torch.device("cpu"))
+    links.choose(grid, run, grid.rank % 2 if grid.rank < 4 else 0)
     model, parts = build(run, grid)
     fed = [batch_of(run, *one) for one in fed[grid.data_rank]]
     batches = [inputs(one, grid) for one in fed]
@@ -407,15 +410,35 @@ def counted(run, fed):
     with torch.no_grad():
         for one in batches:
             model(*one)
-    return (stepped, sent()), [told(run, sequences, learned, grid.rank) for told in (traffic.step, traffic.evaluation)]
+    told = [told(run, sequences, learned, grid.rank, grid.choices) for told in (traffic.step, traffic.evaluation)]
+    evaluated = sent()
+    made = {choice.algorithm for choices in grid.choices.values() for choice in choices.made.values()}
+    for axis in grid.axes.values():  # the grid is kept for other tests
+        axis.choices = axis.link = None
+    return (stepped, evaluated), told, made
 
 
+OTHER = {
+    "few messages": {"message": 1.0},  # halving and rings
+    "slow network": {"between": 1e-3, "rates": (1e6, 1e6)},  # inside hosts first
+}
+
+
+@pytest.mark.parametrize("other", ["", *OTHER])
 @pytest.mark.parametrize("name", COUNTED)
-def test_what_ranks_count(ranks, name):
+def test_what_ranks_count(ranks, name, other, tmp_path):
     n, knobs = COUNTED[name]
+    if other:
+        hosts = tuple(rank // 2 for rank in range(n))
+        knobs = knobs | {"links": str(tmp_path / "links.json")}
+        slow = Library("all_reduce", (0, 0), ((1, 1.0), (2, 1.0)))  # of two ranks, the one with another way to go
+        profile = Profile(hosts, 1e-4, 1e9, 1e-4, (1e9,) * (max(hosts) + 1), sums=1e9, library=(slow,))
+        changed = {key: value[: max(hosts) + 1] if key == "rates" else value for key, value in OTHER[other].items()}
+        write(tmp_path / "links.json", dataclasses.replace(profile, **changed))
     run = run_of(**{"vocab_size": 33, "length": 16, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "intermediate_size": 20} | knobs)  # fmt: skip
     data = run.parallel.dp_replicate * run.parallel.dp_shard
     fed = [[(2, 20), (1, 7)]] + [[(2, 31 - rank), (0, 0)] for rank in range(1, data)]
-    for counts, told in ranks.run(n, counted, run, fed):
-        for one, other in zip(counts, told, strict=True):
-            assert one == {key: sent for key, sent in other.items() if key[0] != "world"}
+    for counts, told, made in ranks.run(n, counted, run, fed):
+        assert bool(other) == bool(made - {"library"}), made
+        for one, said in zip(counts, told, strict=True):
+            assert one == {key: sent for key, sent in said.items() if key[0] != "world"}
