@@ -3,7 +3,8 @@
 At step s a rank works with what the one s places before it began with, while the next keys and values are already on
 their way. What the blocks come to is merged by their log-sum-exp, in float32 or finer. Backward the keys and values go
 round once more, and their gradients after them: a block's are added to at each rank, a step later than it was there,
-and end where it began.
+and end where it began. A rank's own block is worked on half its heads first and the other half last, so that the first
+keys and the last gradients, too, travel under work.
 
 Who has which tokens, and which blocks there are, is :mod:`outlast.parallel.zigzag`'s business.
 
@@ -74,24 +75,34 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, out, lse), axis = ctx.saved_tensors, ctx.axis
-        exact = sum_dtype(q.dtype)
-        of_q, own, arriving, flight = torch.zeros_like(q, dtype=exact), k.new_empty(0), k.new_empty(0), None
-        for step, (keys, values) in enumerate(_passing(axis, k, v)):
-            of_keys = torch.zeros((2, *k.shape), dtype=exact, device=k.device)
+        of_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype))
+        own, arriving = torch.zeros((2, *k.shape), dtype=of_q.dtype, device=k.device), k.new_empty(0)
+        every, half = slice(0, k.shape[2]), (k.shape[2] + 1) // 2
+
+        def add(step: int, keys: Tensor, values: Tensor, of_keys: Tensor, heads: slice) -> None:
+            """Add what the blocks of a step give, of some key/value heads."""
+            readers = slice(heads.start * q.shape[2] // k.shape[2], heads.stop * q.shape[2] // k.shape[2])
             for here, there, causal in _blocks(ctx.documents, axis, step):
-                about = (grads[0][here], q[here], keys[there], values[there], out[here], lse[here], causal)
-                dq, dk, dv = flash.attend_backward(*about)
-                of_q[here] += dq
-                of_keys[0][there] += dk
-                of_keys[1][there] += dv
+                at, of = (*here, readers), (*there, heads)
+                dq, dk, dv = flash.attend_backward(grads[0][at], q[at], keys[of], values[of], out[at], lse[at], causal)
+                of_q[at] += dq
+                of_keys[0][of] += dk
+                of_keys[1][of] += dv
+
+        flight = None
+        for step, (keys, values) in enumerate(_passing(axis, k, v)):
             if step == 0:
-                own = of_keys
+                add(step, keys, values, own, slice(0, half))  # while the first of the others' come
                 continue
+            of_keys = torch.zeros_like(own)
+            add(step, keys, values, of_keys, every)
             if flight:  # from the ranks that had these keys before
                 flight.wait()
                 of_keys += arriving
             arriving = torch.empty_like(of_keys)
             flight = axis.shift([of_keys], [arriving])
+        if half < k.shape[2]:
+            add(0, k, v, own, slice(half, k.shape[2]))  # while the last gradients go home
         if flight:
             flight.wait()
         of_k, of_v = own.add_(arriving)

@@ -159,7 +159,7 @@ def test_a_coarser_type_is_the_same_value_rounded():
 )
 def test_a_mask_is_a_function_of_each_place_alone(samples, positions, channels, probability):
     key = key_of(0, "dropout", 3, "mlp")
-    mask = dropout_mask(key, probability, torch.tensor(samples), torch.tensor(positions), channels)
+    mask = dropout_mask(key, probability, torch.tensor(samples), torch.tensor(positions)[None], channels)
     for b, sample in enumerate(samples):
         for s, position in enumerate(positions):
             row = python_mixed((key + sample * STEP) % WORD)
@@ -173,5 +173,5 @@ def test_a_mask_is_a_function_of_each_place_alone(samples, positions, channels, 
 
 @pytest.mark.parametrize("probability", [0.0, 1e-6, 0.9999999, 1 - 2**-53])
 def test_a_probability_beyond_the_sixteen_bits_is_the_nearest_they_have(probability):
-    kept = dropout_mask(1, probability, torch.arange(8), torch.arange(64), 256).double().mean()
+    kept = dropout_mask(1, probability, torch.arange(8), torch.arange(64)[None], 256).double().mean()
     assert kept == 1 if probability < 0.5 else kept < 1e-3

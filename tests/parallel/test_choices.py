@@ -34,7 +34,7 @@ def test_links_are_measured_once_and_kept(ranks, tmp_path):
     told = ranks.run(4, started, tmp_path, parallel, (0, 0, 1, 1), (0, 1, 0, 1))
     for first, again, same, crossing, shared, lines, _ in told:
         assert (first, again, same) == (True, False, True)
-        assert crossing == {"dp_shard", "world", "model"}
+        assert crossing == {"dp_shard", "shard", "world", "model"}
         assert shared["dp_shard"] == tuple(rate / 2 for rate in shared["world"])  # two groups of it on each interface
         assert lines[0] == "2 hosts: dp_shard goes between hosts, tp stays inside a host"
         assert lines[1].startswith("tp all-reduce: ")
