@@ -37,6 +37,9 @@ what each token attends to."""
 WARMING: Final = 256
 """Tokens of the step before: it loads what a process loads once, kernels and connections."""
 
+_M_TRIM_THRESHOLD: Final = -1  # of malloc.h
+_M_MMAP_THRESHOLD: Final = -3
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -73,9 +76,22 @@ def resident(what: Literal["VmRSS", "VmHWM"]) -> int:
     return int(told[1]) * 1024
 
 
+def keeping_free_memory(keeps: bool) -> None:
+    """Have glibc give each block its own pages and give them back at once; or keep what is free, as by itself it comes to.
+
+    Raises:
+        RuntimeError: it will not.
+    """
+    libc = ctypes.CDLL(None)
+    mmap_from, trim_from = (32 << 20, 64 << 20) if keeps else (128 << 10, 128 << 10)
+    if not (libc.mallopt(_M_MMAP_THRESHOLD, mmap_from) and libc.mallopt(_M_TRIM_THRESHOLD, trim_from)):
+        raise RuntimeError("mallopt refused")
+
+
 def settled() -> int:
     """Give memory that is free back to the system, have the most there was begin anew, and tell what is left in bytes."""
     gc.collect()
+    keeping_free_memory(False)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
@@ -114,6 +130,7 @@ def on_rank(scheme: Scheme, length: int, repeats: int, threads: int) -> dict[str
         cpu.append(time.process_time() - worked)
         if number == 0:
             loss, peak = found, resident("VmHWM") - before
+            keeping_free_memory(True)
     waited = sum(tally.seconds for tally in mesh.counts.take().values()) / len(seconds) if mesh else None
     here = places(((length,),), length, mesh).shape[1] if mesh else length
     shared = scheme.layout.tp if scheme.layout.sp else 1
