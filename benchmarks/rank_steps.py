@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -78,6 +78,26 @@ def theirs(run: Run, batch: int, length: int) -> Callable[[], float]:
     return torch_peers.sharded(run.model, tokens.chunk(n)[rank], targets.chunk(n)[rank])
 
 
+def in_turn(a: Callable[[], float], b: Callable[[], float], rounds: int) -> list[tuple[float, float, float]]:
+    """Seconds of a, b, a in rounds, each begun by all ranks together; one round more than asked for, not to be counted."""
+    taken = []
+    for _ in range(rounds + 1):
+        times = []
+        for step in (a, b, a):
+            dist.barrier()
+            begun = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begun)
+        taken.append((times[0], times[1], times[2]))
+    return taken
+
+
+def of_slowest(ranks: Sequence[Sequence[tuple[float, float, float]]]) -> measure.Pair:
+    """What the rounds of all ranks come to: each step takes as long as on its slowest rank."""
+    rounds = [tuple(map(max, zip(*each, strict=True))) for each in zip(*ranks, strict=True)]
+    return measure.pair(rounds[1:])
+
+
 def on_rank(shape: Model, layout: Parallel, batch: int, length: int, rounds: int) -> dict[str, Any]:
     """Take both steps in rounds of ours, theirs, ours, all ranks beginning together.
 
@@ -90,15 +110,7 @@ def on_rank(shape: Model, layout: Parallel, batch: int, length: int, rounds: int
     (a, mesh), b = ours(run, batch, length), theirs(run, batch, length)
     losses = [(a(), b()) for _ in range(3)]
     mesh.counts.take()
-    taken = []
-    for _ in range(rounds + 1):
-        times = []
-        for step in (a, b, a):
-            dist.barrier()
-            begun = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - begun)
-        taken.append(tuple(times))
+    taken = in_turn(a, b, rounds)
     steps = 2 * (rounds + 1)
     waited = {f"{axis} {op}": tally.seconds / steps for (axis, op), tally in mesh.counts.take().items()}
     return {"losses": losses, "rounds": taken, "comm": waited}
@@ -117,11 +129,7 @@ def rows(groups: Any, rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
         told = groups.run(ranks, on_rank, shape, layout, batch, length, rounds, limit=600)
         if any(abs(a - b) > 1e-4 for a, b in told[0]["losses"]):
             sys.exit(f"the two do not compute the same: {name}: {told[0]['losses']}")
-        # A round's time is that of the slowest rank.
-        slowest = [
-            tuple(map(max, zip(*each, strict=True))) for each in zip(*(one["rounds"] for one in told), strict=True)
-        ]
-        pair = measure.pair(slowest[1:])
+        pair = of_slowest([one["rounds"] for one in told])
         waits = {op: sum(one["comm"][op] for one in told) / ranks for op in told[0]["comm"]}
         costs = sorted(waits.items(), key=lambda cost: -cost[1])[:3]
         yield {
