@@ -11,6 +11,7 @@ Norm weights stay whole on every rank: they are few, and where products are in b
 Source: Rajbhandari et al. 2020 (arXiv 1910.02054) stage 3.
 """
 
+import copy
 import functools
 import itertools
 from collections.abc import Sequence
@@ -40,9 +41,8 @@ def apply(model: Transformer, mesh: Mesh) -> None:
     """
     if mesh.sharing is None:
         return
-    exact, among = sum_dtype(model.compute), mesh.axes["shard"]
-    axis = Axis(among.name, among.group, among.counts)  # straight: no algorithm is chosen for what travels under work
-    axis.link = among.link
+    exact, axis = sum_dtype(model.compute), copy.copy(mesh.axes["shard"])
+    axis.choices = None  # straight: no algorithm is chosen for what travels under work
     under_way: list[_Sum] = []
     for module in (*model.layers, model):
         # The gradient of an embedding is a sum over every place a token stands at: not one to take in 16 bits.
