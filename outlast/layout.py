@@ -76,12 +76,13 @@ def first_copy(parallel: Parallel) -> list[int]:
     return [rank for rank, where in everyone if not any(where[axis] for axis in apart)]
 
 
-def along(parallel: Parallel, rank: int, axis: str) -> list[int]:
-    """The ranks that a rank meets along an axis, itself among them, in the axis's order."""
-    sizes = degrees(parallel)
-    stride = math.prod(list(sizes.values())[list(sizes).index(axis) + 1 :])
-    first = rank - coordinates(parallel, rank)[axis] * stride
-    return list(range(first, first + stride * sizes[axis], stride))
+def groups(parallel: Parallel, name: str) -> list[list[int]]:
+    """The ranks that meet along an axis, or along several together, each group in its order."""
+    axes, found = joint(parallel).get(name, (name,)), {}
+    for rank in range(ranks(parallel)):
+        where = coordinates(parallel, rank)
+        found.setdefault(tuple(where[axis] for axis in AXES if axis not in axes), []).append(rank)
+    return list(found.values())
 
 
 def data_rank(parallel: Parallel, rank: int) -> tuple[int, int]:

@@ -267,7 +267,7 @@ class Axis:
         with self._counted("shift", tensors[0], size):
             works = dist.batch_isend_irecv(ops) if ops else ()
         flying = InFlight(self, "shift", works, tensors[0].device, (*tensors, *into))
-        if self.link is not None:
+        if self.link is not None and works:
             self.link.enter(self.name, flying)
         return flying
 

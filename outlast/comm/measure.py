@@ -112,7 +112,7 @@ class _Clock:
         while True:
             took = seconds(size)
             yield size, took
-            if took > _ENOUGH_S or size >= _MOST:
+            if (took > _ENOUGH_S and size > _SMALL) or size >= _MOST:  # two at least, for a line
                 return
             size *= 8
 

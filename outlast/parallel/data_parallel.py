@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from outlast import layout
 from outlast.comm.collectives import Axis
@@ -106,34 +107,36 @@ class _UnderWay(dist.Work):
 
 
 class _ReduceScatter(_Transfer, ReduceScatter):
-    """Sums that are there when the next block's begin, or the backward pass ends.
+    """Sums that are there before the next block's are sent, or when the backward pass ends.
 
     FSDP2 expects them at once, but does not read them: it makes the gradient a view of where they are put, or adds them
     to the gradient of the step's earlier passes. Then it is given zeros to add, and what came is added when it is there.
-    One block's at a time: the whole gradients of more need not be in memory.
+    So there are the whole gradients of two blocks at most: one's on their way, the next one's being made.
     """
 
     def __init__(self, axis: Axis, module: FSDPModule, under_way: "list[_Sum]") -> None:
         super().__init__(axis)
-        self.module, self.under_way, self.gradient = module, under_way, torch.empty(0)
+        self.module, self.under_way = module, under_way
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
         if not self.axis.freely:
             self.axis.reduce_scatter(input_tensor, output_tensor)
             return
         _end(self.under_way)
-        if self._first_pass():
-            self.gradient, gradient = output_tensor, None
-            scattering = self.stream.scatter(input_tensor, output_tensor)
-        else:
+        gradient = self._earlier(output_tensor)
+        if gradient is not None:
             output_tensor.zero_()
-            gradient, scattering = self.gradient, self.stream.scatter(input_tensor)
+        scattering = self.stream.scatter(input_tensor, output_tensor if gradient is None else None)
         self.under_way.append(_Sum(self.axis, scattering.at_once(), gradient))
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end, self.under_way))
 
-    def _first_pass(self) -> bool:
+    def _earlier(self, like: Tensor) -> Tensor | None:
+        """The sums of the step's earlier passes, all parameters' gradients being views of them; None in the first."""
         group = self.module._get_fsdp_state()._fsdp_param_group
-        return group is None or all(one.sharded_param.grad is None for one in group.fsdp_params)
+        for one in group.fsdp_params if group else ():
+            if isinstance(one.sharded_param.grad, DTensor):
+                return like.new_empty(0).set_(one.sharded_param.grad.to_local().untyped_storage(), 0, like.shape, (1,))
+        return None
 
 
 class _Sum:

@@ -86,11 +86,10 @@ def _kept(path: Path, hosts: tuple[int, ...], measures: bool) -> Profile | Outla
 
 def _shared(profile: Profile, mesh: Mesh, axis: str) -> Profile:
     """The links as one group along an axis has them: the others along it use them at the same time."""
-    if axis not in layout.AXES:
+    if axis == "world":
         return profile
-    groups = {tuple(layout.along(mesh.parallel, rank, axis)) for rank in range(len(profile.hosts))}
     crossing: Counter[int] = Counter()
-    for group in groups:
+    for group in layout.groups(mesh.parallel, axis):
         on = {profile.hosts[rank] for rank in group}
         crossing.update(on if len(on) > 1 else ())
     rates = tuple(rate / max(1, crossing[host]) for host, rate in enumerate(profile.rates))
@@ -115,7 +114,7 @@ def told(mesh: Mesh, ops: Iterable[tuple[str, str]]) -> list[str]:
     ]
     most, talkative = max(Counter(mesh.hosts).values()), over[-1]
     degree = layout.degrees(mesh.parallel)[talkative]
-    groups = (layout.along(mesh.parallel, rank, talkative) for rank in range(len(mesh.hosts)))
+    groups = layout.groups(mesh.parallel, talkative)
     if degree <= most and any(len({mesh.hosts[rank] for rank in group}) > 1 for group in groups):
         lines.append(
             f"{talkative} talks most, and need not go between hosts: start a multiple of {degree} ranks on each, not {most}"

@@ -101,7 +101,7 @@ def state(shape: Model, dtype: str, optimizer: str, parallel: Parallel = _ONE_RA
         parallel: the layout. Copies (`dp_replicate`) do not make a rank's part smaller.
         rank: whose; the first has the most, since a remainder goes to the first ones.
 
-    Not covered: a second block that is gathered while one works, whole gradients of a block or of embedding and output
+    Not covered: a second block that is gathered while one works, whole gradients of two blocks or of embedding and output
     before they are scattered, and the flat copies in which gradients travel.
     """
     wide, exact = widths(dtype)

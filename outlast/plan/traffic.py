@@ -80,6 +80,18 @@ def step(
         number: of the step, from 1; None: one after those that are exact, where copies send signs.
         choices: algorithms in force, by axis; none, the library's own.
     """
+    return _added(run.parallel, _step(run, sequences, learned, rank, number), choices or {})
+
+
+def by_choice(run: Run, rank: int = 0) -> list[tuple[str, str]]:
+    """Axes and operations of a step for which an algorithm may be chosen: not those that all go straight."""
+    counts = passes(run, rank)
+    moved = _step(run, counts, [count * tokens_here(run) for count in counts], rank, None)
+    chosen = (one for one in moved if one.times and not (one.direct or one.uneven or one.op == "shift"))
+    return list(dict.fromkeys((layout.counted_as(run.parallel, one.axis), one.op) for one in chosen))
+
+
+def _step(run: Run, sequences: Sequence[int], learned: Sequence[int], rank: int, number: int | None) -> list[_Transfer]:
     moved = [_Transfer("world", "all_reduce", 8 * numbers) for numbers in _SMALL]
     moved.append(_Transfer("world", "all_reduce", 8, direct=True))  # who asks to leave: the largest, no sum
     for count, targets in zip(sequences, learned, strict=True):
@@ -92,7 +104,7 @@ def step(
         moved += _signs(run, rank)
     if run.optim.name == "muon":
         moved += _matrices(run, rank)
-    return _added(run.parallel, moved, choices or {})
+    return moved
 
 
 def evaluation(

@@ -87,7 +87,7 @@ def opening(console: Console, settled: Settled, saved: Saved | None, mesh: Mesh 
         *([("recompute", _recomputation(run))] if again else []),
         *([("compression", _compression(run))] if run.parallel.dp_compress != "none" else []),
         *([("traffic", told_traffic(sent))] if ranks > 1 else []),
-        *(("links" if i == 0 else "", line) for i, line in enumerate(links.told(mesh, sent) if mesh else ())),
+        *(("links" if i == 0 else "", line) for i, line in enumerate(links.told(mesh, traffic.by_choice(run)) if mesh else ())),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences{f' on each of {fed} ranks' if fed > 1 else ''}"),
         ("schedule", f"{run.train.steps} steps, lr {run.optim.lr:g}, {run.schedule.name} after {run.schedule.warmup} of warmup"),

@@ -410,7 +410,9 @@ def counted(run, fed):
     with torch.no_grad():
         for one in batches:
             model(*one)
-    told = [told(run, sequences, learned, grid.rank, choices=grid.choices) for told in (traffic.step, traffic.evaluation)]
+    told = [
+        told(run, sequences, learned, grid.rank, choices=grid.choices) for told in (traffic.step, traffic.evaluation)
+    ]
     evaluated = sent()
     made = {choice.algorithm for choices in grid.choices.values() for choice in choices.made.values()}
     for axis in grid.axes.values():  # the grid is kept for other tests
