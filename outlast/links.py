@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, UsageError
 from outlast.records import read_json, write_json
 from outlast.schedules import ALGORITHMS, Algorithm, Group, Move, schedule
 
@@ -257,7 +257,10 @@ def read(path: Path) -> Profile:
     Raises:
         OutlastError: it is not there, is another record, or has something in it that cannot be.
     """
-    told = read_json(path, "links", VERSION)
+    try:
+        told = read_json(path, "links", VERSION)
+    except OutlastError as error:
+        raise _bad(path, error.what) from None
     try:
         library = tuple(
             Library(str(one["op"]), tuple(map(int, one["hosts"])), tuple((int(b), float(s)) for b, s in one["points"]))
@@ -279,7 +282,7 @@ def read(path: Path) -> Profile:
 
 
 def _bad(path: Path, why: str) -> OutlastError:
-    return OutlastError(
+    return UsageError(
         f"cannot use the links record: {why}",
         fix='measure anew (parallel.links = "measure"), or mend it by hand: seconds, and bytes/s above 0',
         where=str(path),

@@ -143,8 +143,8 @@ def _compression(run: Run) -> str:
     how = {
         "bf16": "gradients rounded to bfloat16",
         "topk": f"{parallel.dp_topk:.2%} of each gradient, the largest; the rest is sent later",
-        "onebit": f"exact for {many(parallel.dp_exact_steps, 'step')}, then momentum as signs and scales, the second moment "
-        "frozen; the norm told and clipped by is then an upper bound of the mean's",
+        "onebit": f"gradients exactly for {many(parallel.dp_exact_steps, 'step')}, then momentum as signs and scales, the second "
+        "moment frozen: the traffic told is that of these later steps, and the norm told and clipped by an upper bound of the mean's",
     }[parallel.dp_compress]
     return f"dp_replicate sends {how}. The result depends on it, and on dp_replicate {parallel.dp_replicate}"
 
