@@ -16,11 +16,9 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -133,28 +131,11 @@ def timed(axis: Axis, op: str, size: int, rounds: int, row: int, chosen: links.C
 def run(place: str, ops: list[str], most: int) -> dict[str, Any]:
     """Everything on one set of hosts."""
     where, rates = PLACES[place]
-    processes = []
     with hosts.hosts(len(rates)) as name:
         for host, rate in enumerate(rates):
             hosts.shape(name, host, rate)
-        try:
-            for number, host in enumerate(where):
-                told = {"RANK": str(number), "WORLD_SIZE": str(len(where)), "MASTER_ADDR": "10.77.0.1",
-                        "MASTER_PORT": "29500", "OMP_WAIT_POLICY": "PASSIVE"}  # fmt: skip
-                command = [hosts.SCRIPT, "run", name, str(host), sys.executable, "-m", "benchmarks.algorithms"]
-                command += ["--as-rank", place, "--ops", ",".join(ops), "--most", str(most)]
-                processes.append(
-                    subprocess.Popen(command, env={**os.environ, **told}, cwd=Path(__file__).parent.parent, stdout=-1, stderr=-1)
-                )  # fmt: skip
-            answers = [process.communicate(timeout=900) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, error) in zip(processes, answers, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a rank ended with {process.returncode}: {error.decode()}")
-    return json.loads(answers[0][0].decode().splitlines()[-1])
+        words = ["benchmarks.algorithms", "--as-rank", place, "--ops", ",".join(ops), "--most", str(most)]
+        return hosts.told_by_ranks(name, where, words, limit=900)[0]
 
 
 def judged(place: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

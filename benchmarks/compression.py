@@ -20,7 +20,6 @@ slow link every way takes less time than the exact one.
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -150,7 +149,6 @@ def link(rounds: int) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: a rank failed; with what it wrote.
     """
-    root, processes = Path(__file__).parent.parent, []
     shaped = [
         "tc",
         "qdisc",
@@ -169,22 +167,7 @@ def link(rounds: int) -> Iterator[dict[str, Any]]:
     with hosts.hosts(2) as name:
         for host in range(2):
             subprocess.run([hosts.SCRIPT, "run", name, str(host), *shaped], check=True)
-        try:
-            for host in range(2):
-                told = os.environ | environment.Launched(host, 2, 0, 1).environment()
-                told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "OMP_WAIT_POLICY": "PASSIVE"}
-                module = [sys.executable, "-m", "benchmarks.compression", "--as-rank", str(rounds)]
-                words = [hosts.SCRIPT, "run", name, str(host), *module]
-                processes.append(subprocess.Popen(words, env=told, cwd=root, stdout=-1, stderr=-1))
-            answers = [process.communicate(timeout=600) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, error) in zip(processes, answers, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a rank ended with {process.returncode}: {error.decode()}")
-    seen = [json.loads(out.decode().splitlines()[-1]) for out, _ in answers]
+        seen = hosts.told_by_ranks(name, (0, 1), ["benchmarks.compression", "--as-rank", str(rounds)], limit=600)
     for way in list(WAYS)[1:]:
         told = zip(*(one[way]["rounds"] for one in seen), strict=True)
         slowest = [tuple(map(max, zip(*each, strict=True))) for each in told]

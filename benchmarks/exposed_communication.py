@@ -23,14 +23,12 @@ Needs root and Linux. Ranks beyond the cores compute slower, and the rate is set
 import argparse
 import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -38,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import hosts, measure, rank_steps
-from outlast import environment, parallel
+from outlast import parallel
 from outlast.comm.collectives import Axis, InFlight, Works
 from outlast.config import Model, Parallel, Run, replaced
 from outlast.data.batches import MicroBatch
@@ -309,8 +307,7 @@ def as_rank(name: str, rounds: int) -> None:
     """What a host runs."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if told := on_host(name, rounds):
-        print(json.dumps(told))
+    print(json.dumps(on_host(name, rounds)))
 
 
 def rows(rounds: int, only: str) -> Iterator[dict[str, Any]]:
@@ -320,26 +317,8 @@ def rows(rounds: int, only: str) -> Iterator[dict[str, Any]]:
             if only not in f"{name}, {ranks} hosts":
                 continue
             with hosts.hosts(ranks) as network:
-                processes = [_process(network, rank, ranks, name, rounds) for rank in range(ranks)]
-                try:
-                    answers = [process.communicate(timeout=300) for process in processes]
-                finally:
-                    for process in processes:
-                        process.kill()
-                        process.wait()
-            for process, (_, error) in zip(processes, answers, strict=True):
-                if process.returncode:
-                    raise RuntimeError(f"a rank ended with {process.returncode}: {error.decode()}")
-            yield json.loads(answers[0][0].decode().splitlines()[-1])
-
-
-def _process(network: str, rank: int, ranks: int, name: str, rounds: int) -> subprocess.Popen[bytes]:
-    told = environment.Launched(rank, ranks, 0, 1).environment()
-    told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "benchmarks.exposed_communication", "--as-rank", name, str(rounds)]
-    command = [hosts.SCRIPT, "run", network, str(rank), *command]
-    root = Path(__file__).parent.parent
-    return subprocess.Popen(command, env={**os.environ, **told}, cwd=root, stdout=-1, stderr=-1)
+                words = ["benchmarks.exposed_communication", "--as-rank", name, str(rounds)]
+                yield hosts.told_by_ranks(network, range(ranks), words, limit=300)[0]
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
 """Hosts of a network of their own on one machine, by hosts.sh: network namespaces, and what the kernel counts in each."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from outlast import environment
 
 SCRIPT: Final = str(Path(__file__).parent / "hosts.sh")
 
@@ -35,6 +38,40 @@ def hosts(count: int) -> Iterator[str]:
             apart = ["ip", "link", "set", "eth0", "gso_max_segs", "1"]
             subprocess.run([SCRIPT, "run", name, str(host), *apart], check=True)
         yield name
+
+
+def told_by_ranks(name: str, where: Sequence[int], words: Sequence[str], limit: float) -> list[Any]:
+    """Run `python -m` with some words as every rank of a run, and wait for all of them.
+
+    Args:
+        name: of the hosts.
+        where: the host of each rank.
+        words: the module and its arguments.
+        limit: seconds.
+
+    Returns:
+        What each wrote as its last line, from JSON; None where it wrote nothing.
+
+    Raises:
+        RuntimeError: a rank failed; with what it wrote.
+    """
+    processes = []
+    try:
+        for rank, host in enumerate(where):
+            launched = environment.Launched(rank, len(where), list(where[:rank]).count(host), list(where).count(host))
+            told = os.environ | launched.environment() | {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500"}
+            command = [SCRIPT, "run", name, str(host), sys.executable, "-m", *words]
+            root, told = Path(__file__).parent.parent, told | {"OMP_WAIT_POLICY": "PASSIVE"}
+            processes.append(subprocess.Popen(command, env=told, cwd=root, stdout=-1, stderr=-1))
+        answers = [process.communicate(timeout=limit) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, (_, error) in zip(processes, answers, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"a rank ended with {process.returncode}: {error.decode()}")
+    return [json.loads((out.decode().splitlines() or ["null"])[-1]) for out, _ in answers]
 
 
 def sent_by_kernel() -> tuple[int, int, int]:

@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -131,27 +130,9 @@ def measured(
     Raises:
         RuntimeError: a rank failed; with what it wrote.
     """
-    root, processes = Path(__file__).parent.parent, []
     with tempfile.TemporaryDirectory() as folder, hosts.hosts(ranks) as name:
         runs = [words_of(one, knobs, steps, Path(folder), f"run{i}") for i, one in enumerate(layouts)]
-        try:
-            for number in range(ranks):
-                told = environment.Launched(number, ranks, 0, 1).environment()
-                told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "OMP_WAIT_POLICY": "PASSIVE"}
-                command = [hosts.SCRIPT, "run", name, str(number), sys.executable, "-m", "benchmarks.wire", "--as-rank"]
-                told = {**os.environ, **told}
-                processes.append(
-                    subprocess.Popen([*command, json.dumps(runs)], env=told, cwd=root, stdout=-1, stderr=-1)
-                )
-            answers = [process.communicate(timeout=300) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, error) in zip(processes, answers, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a rank ended with {process.returncode}: {error.decode()}")
-    seen = [json.loads(out.decode().splitlines()[-1]) for out, _ in answers]
+        seen = hosts.told_by_ranks(name, range(ranks), ["benchmarks.wire", "--as-rank", json.dumps(runs)], limit=300)
     return [[between(one[number]) for one in seen] for number in range(len(layouts))]
 
 

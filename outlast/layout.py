@@ -69,13 +69,6 @@ def coordinate(parallel: Parallel, rank: int, name: str) -> int:
     return index
 
 
-def first_copy(parallel: Parallel) -> list[int]:
-    """The ranks that share the first copy of the model, in the order of :func:`coordinate`."""
-    everyone = ((rank, coordinates(parallel, rank)) for rank in range(ranks(parallel)))
-    apart = [axis for axis in AXES if axis not in joint(parallel)["model"]]
-    return [rank for rank, where in everyone if not any(where[axis] for axis in apart)]
-
-
 def groups(parallel: Parallel, name: str) -> list[list[int]]:
     """The ranks that meet along an axis, or along several together, each group in its order."""
     axes, found = joint(parallel).get(name, (name,)), {}

@@ -319,7 +319,7 @@ def _matrices(run: Run, rank: int) -> Iterator[_Transfer]:
     """What Muon sends: as many matrices at a time as ranks share the model, each put together on one and handed back."""
     _, exact = memory.widths(run.train.dtype)
     ranks = layout.size(run.parallel, "model")
-    copy = layout.first_copy(run.parallel)  # copies split alike
+    copy = layout.groups(run.parallel, "model")[0]  # copies split alike
     kept = [memory.parts(run.model, run.parallel, other)[0] for other in copy]
     shapes = layout.parameter_shapes(run.model)
     names = sorted((n for n in shapes if n.startswith("layers.") and len(shapes[n]) == 2), key=shapes.__getitem__)

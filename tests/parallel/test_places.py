@@ -150,9 +150,9 @@ def test_ranks_together_are_numbered_in_the_grids_order_and_counted_by_their_onl
     parallel = Parallel(dp_replicate=2, dp_shard=2, ring=2, ulysses=3, tp=2, shard_sequence_ranks=True)
     assert [layout.size(parallel, name) for name in ("sequence", "shard", "model", "world", "tp")] == [6, 12, 24, 48, 2]
     assert [layout.coordinate(parallel, rank, "shard") for rank in range(0, 24, 2)] == list(range(12))
-    assert layout.first_copy(parallel) == list(range(24))
+    assert layout.groups(parallel, "model")[0] == list(range(24))
     apart = Parallel(dp_shard=2, ring=2, tp=2)
-    assert layout.first_copy(apart) == [0, 1, 4, 5]
+    assert layout.groups(apart, "model")[0] == [0, 1, 4, 5]
     assert [layout.counted_as(apart, name) for name in ("sequence", "shard", "model")] == ["ring", "dp_shard", "model"]
 
 
