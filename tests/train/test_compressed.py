@@ -15,7 +15,7 @@ def test_a_run_in_1_bit_is_cut_gone_on_with_and_changed(tmp_path, capfd):
     """capfd: the ranks are processes of their own."""
     assert runs.train(tmp_path, *ONEBIT, name="straight") == 0
     said = capfd.readouterr().out
-    assert "compression: dp_replicate sends exact for 3 steps, then momentum as signs and scales" in said
+    assert "compression: dp_replicate sends gradients exactly for 3 steps, then momentum as signs and scales" in said
     assert "The result depends on it, and on dp_replicate 2" in said
     assert "dp_replicate: " in said
     assert said.count("the formula to the byte") == 2  # world, dp_replicate: exact steps and others
