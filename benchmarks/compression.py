@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -149,24 +148,9 @@ def link(rounds: int) -> Iterator[dict[str, Any]]:
     Raises:
         RuntimeError: a rank failed; with what it wrote.
     """
-    shaped = [
-        "tc",
-        "qdisc",
-        "add",
-        "dev",
-        "eth0",
-        "root",
-        "tbf",
-        "rate",
-        f"{MBIT}mbit",
-        "burst",
-        "128kb",
-        "latency",
-        "100ms",
-    ]
     with hosts.hosts(2) as name:
         for host in range(2):
-            subprocess.run([hosts.SCRIPT, "run", name, str(host), *shaped], check=True)
+            hosts.shape(name, host, MBIT)
         seen = hosts.told_by_ranks(name, (0, 1), ["benchmarks.compression", "--as-rank", str(rounds)], limit=600)
     for way in list(WAYS)[1:]:
         told = zip(*(one[way]["rounds"] for one in seen), strict=True)

@@ -22,6 +22,8 @@ case "${1:-}" in
       ip netns pids "$ns" | xargs -r kill -9 2>/dev/null || true
       ip netns del "$ns"
     done
+    # A namespace is taken away after the command that says so, and its interfaces with it: these must be gone when it returns.
+    for end in $(ip -o link show master "$bridge" 2>/dev/null | awk -F'[ @:]+' '{print $2}'); do ip link del "$end" 2>/dev/null || true; done
     ip link del "$bridge" 2>/dev/null || true ;;
   *) sed -n '2,6p' "$0"; exit 2 ;;
 esac

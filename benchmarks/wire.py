@@ -130,7 +130,7 @@ def measured(
     Raises:
         RuntimeError: a rank failed; with what it wrote.
     """
-    with tempfile.TemporaryDirectory() as folder, hosts.hosts(ranks) as name:
+    with tempfile.TemporaryDirectory() as folder, hosts.hosts(ranks, counted=True) as name:
         runs = [words_of(one, knobs, steps, Path(folder), f"run{i}") for i, one in enumerate(layouts)]
         seen = hosts.told_by_ranks(name, range(ranks), ["benchmarks.wire", "--as-rank", json.dumps(runs)], limit=300)
     return [[between(one[number]) for one in seen] for number in range(len(layouts))]

@@ -2,12 +2,11 @@
 
 The products of one block are taken, forward and backward, over transfers as in training, in several numbers of pieces in
 turn. The choice may differ from one start to the next, so it must not bear on any bit: a number of pieces is taken only
-if what comes of these products is bit for bit what comes of one piece, for every number of sequences that a pass may
-have. It may not be where a library takes another kernel for few rows; it chooses by the shapes, not by the values.
+if what comes of these products is bit for bit what comes of one piece, for every number of sequences that a pass has. It may not be where a library takes another kernel for few rows; it chooses by the shapes, not by the values.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -29,21 +28,22 @@ Products = Callable[[Stream], list[Tensor]]
 """All products of a block over a stream: what comes out, and all gradients."""
 
 
-def chosen(run: Run, mesh: Mesh) -> int:
-    """The number of pieces that all ranks use: the run's own, or where it is 0 the fastest, measured.
+def chosen(run: Run, mesh: Mesh, held_out: int) -> int:
+    """The number of pieces that all ranks use: the run's own, or where it is 0 the fastest that changes no bit, measured.
 
     Takes as long as some twenty blocks of a pass: a second or two where a block takes a tenth of one.
 
     Args:
         run: settled; all ranks have the same.
-        mesh: the grid.
+        mesh: the grid; it is told what was measured.
+        held_out: samples that there are to evaluate on.
     """
     if run.parallel.overlap or not run.parallel.sp or "tp" not in mesh.axes or mesh.world is None:
         return run.parallel.overlap
     axis = mesh.axes["tp"]
     streams = {n: Stream(axis, n, CODES[run.parallel.tp_compress]) for n in (1, *(axis.size * 2**i for i in range(4)))}
-    fed, most = sequences(run)
-    products = block(run, fed, mesh.device)
+    counts = sequences(run, held_out)
+    products = block(run, counts[0], mesh.device)
     # The first round is for the ranks to agree on how many more there is time for.
     first = torch.tensor([_seconds(products, stream) for stream in streams.values()], device=mesh.device)
     rounds = _SECONDS / mesh.world.all_reduce(first, largest=True).sum().item()
@@ -52,34 +52,49 @@ def chosen(run: Run, mesh: Mesh) -> int:
         for _ in range(max(1, min(_MOST_ROUNDS, int(rounds))))
     ]
     slowest = mesh.world.all_reduce(torch.tensor(taken, device=mesh.device), largest=True).median(0).values
-    for _, n in sorted(zip(slowest.tolist(), streams, strict=True)):
-        if n == 1 or not mesh.largest(not same_bits(run, streams[n], most, mesh.device)):
+    mesh.pieces.update(zip(streams, slowest.tolist(), strict=True))
+    for n in sorted(mesh.pieces, key=mesh.pieces.__getitem__):
+        if n == 1 or not mesh.largest(not same_bits(run, streams[n], counts, mesh.device)):
             return n
     return 1
 
 
-def sequences(run: Run) -> tuple[int, int]:
-    """The most in a pass of training, and in any pass."""
-    ranks = layout.data_rank(run.parallel, 0)[0]
-    fed, looked_at = (
-        len(layout.share(0, all_of_them, ranks, 0)) for all_of_them in (settings.batch_sequences(run), run.eval.samples)
-    )
-    most = run.train.micro_batch
-    return min(most, fed), min(most, max(fed, looked_at))
+def told(run: Run, mesh: Mesh) -> list[str]:
+    """What there is to say of the choice: what was measured, and what a user may choose who minds rounding less."""
+    if not mesh.pieces:
+        return []
+    times = ", ".join(f"{n} {1000 * seconds:.3g} ms" for n, seconds in mesh.pieces.items())
+    lines = [f"a block's products, by pieces of the stream: {times}; {run.parallel.overlap} taken"]
+    fastest = min(mesh.pieces, key=mesh.pieces.__getitem__)
+    if fastest != run.parallel.overlap:
+        lines.append(
+            f"{fastest} round otherwise than 1 does, as another layout may: --parallel.overlap {fastest} takes it"
+        )
+    return lines
 
 
-def same_bits(run: Run, stream: Stream, most: int, device: torch.device) -> bool:
+def sequences(run: Run, held_out: int) -> list[int]:
+    """How many there are in a pass, of training and of evaluation: each number once, the most of training first."""
+    ranks, most = layout.data_rank(run.parallel, 0)[0], run.train.micro_batch
+    found = []
+    for together in (settings.batch_sequences(run), min(run.eval.samples, held_out)):
+        for mine in (-(-together // ranks), together // ranks):  # which rank has one more changes from step to step
+            found += [min(most, mine), mine % most]
+    return [count for count in dict.fromkeys(found) if count]
+
+
+def same_bits(run: Run, stream: Stream, counts: Sequence[int], device: torch.device) -> bool:
     """Whether a block's products in a stream's pieces are those in one, as this rank sees it.
 
     Args:
         run: whose block.
         stream: cut in pieces.
-        most: sequences; all numbers up to it are tried.
+        counts: numbers of sequences to try.
         device: where to compute.
     """
     whole = Stream(stream.axis, 1, stream.code)
     same = True
-    for count in range(1, most + 1):  # the ranks take all, whatever one of them finds
+    for count in counts:  # the ranks take all, whatever one of them finds
         products = block(run, count, device)
         same &= all(torch.equal(one, other) for one, other in zip(products(stream), products(whole), strict=True))
     return same

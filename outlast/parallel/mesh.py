@@ -32,6 +32,7 @@ class Mesh:
         sharing: torch's own grid of the ranks that share weights by rows; None where nobody does.
         counts: what was sent.
         hosts: number of the host that each rank is on, once :mod:`outlast.parallel.links` has asked.
+        pieces: seconds of a block's products by how many pieces its stream is cut in, where that was measured.
     """
 
     parallel: Parallel
@@ -41,6 +42,7 @@ class Mesh:
     sharing: DeviceMesh | None = None
     counts: Counts = field(default_factory=Counts)
     hosts: list[int] = field(default_factory=list)
+    pieces: dict[int, float] = field(default_factory=dict)
 
     @property
     def world(self) -> Axis | None:

@@ -19,7 +19,7 @@ from outlast.checkpoint.store import Saved
 from outlast.config import Run
 from outlast.environment import Launched
 from outlast.model import hf
-from outlast.parallel import links
+from outlast.parallel import chosen_pieces, links
 from outlast.parallel.mesh import Mesh
 from outlast.plan import memory, traffic
 from outlast.train.identity import identity_hash
@@ -88,6 +88,7 @@ def opening(console: Console, settled: Settled, saved: Saved | None, mesh: Mesh 
         *([("compression", _compression(run))] if run.parallel.dp_compress != "none" else []),
         *([("traffic", told_traffic(sent))] if ranks > 1 else []),
         *(("links" if i == 0 else "", line) for i, line in enumerate(links.told(mesh, traffic.by_choice(run)) if mesh else ())),
+        *(("pieces" if i == 0 else "", line) for i, line in enumerate(chosen_pieces.told(run, mesh) if mesh else ())),
         ("step", f"{batch} sequences x {run.data.sequence_length} = {batch * run.data.sequence_length:,} tokens, in {per_step} "
                  f"{'pass' if per_step == 1 else 'passes'} of at most {run.train.micro_batch} sequences{f' on each of {fed} ranks' if fed > 1 else ''}"),
         ("schedule", f"{run.train.steps} steps, lr {run.optim.lr:g}, {run.schedule.name} after {run.schedule.warmup} of warmup"),

@@ -255,14 +255,15 @@ def open_run(settled: Settled, launched: environment.Launched | None = None) -> 
             },
         )
         changed = compare(run, settled.identity, saved)
-        measured = links.choose(mesh, run, launched.local_rank if launched else mesh.rank)
-        asked, run = run, config.replaced(run, {"parallel.overlap": chosen(run, mesh)})
-        settled = replace(settled, run=run)
-        model, parts = build(run, mesh)
-        optimizer = Optimizer(parts, run, mesh)
         feed = Feed(settled.corpus, run.data, run.train.seed, settled.tokenizer.eos)
         if not all(feed.order.sizes):
             raise DataError("a source has no training tokens at all", fix="give it more text", key="data.sources")
+        measured = links.choose(mesh, run, launched.local_rank if launched else mesh.rank)
+        pieces = chosen(run, mesh, sum(map(len, feed.held_out)))
+        asked, run = run, config.replaced(run, {"parallel.overlap": pieces})
+        settled = replace(settled, run=run)
+        model, parts = build(run, mesh)
+        optimizer = Optimizer(parts, run, mesh)
         if saved:
             optimizer.make_room(store.contents(saved))
             kept.load(saved, tensors(parts, optimizer))

@@ -32,8 +32,8 @@ def choose(run, slow=()):
     try:
         if times:
             chosen_pieces._seconds = lambda _, stream: times[stream.pieces] * (1 + mesh.rank)
-            chosen_pieces.same_bits = lambda _run, stream, _most, _device: stream.pieces != 8 or mesh.rank == 0
-        return chosen_pieces.chosen(run, mesh)
+            chosen_pieces.same_bits = lambda _run, stream, _counts, _device: stream.pieces != 8 or mesh.rank == 0
+        return chosen_pieces.chosen(run, mesh, held_out=5)
     finally:
         chosen_pieces._seconds, chosen_pieces.same_bits = seconds, same
 
@@ -53,8 +53,13 @@ def test_what_was_set_is_taken_and_nothing_is_measured_without_a_stream(ranks):
 
 
 def test_passes_of_training_and_of_evaluation():
-    assert chosen_pieces.sequences(TINY) == (3, 5)
-    assert chosen_pieces.sequences(replaced(TINY, {"train.micro_batch": 2})) == (2, 2)
+    """Batches of 3, evaluations of 5 samples: a whole number of micro-batches, and what is left over."""
+    assert chosen_pieces.sequences(TINY, held_out=9) == [3, 5]
+    assert chosen_pieces.sequences(TINY, held_out=4) == [3, 4]
+    assert chosen_pieces.sequences(TINY, held_out=0) == [3]
+    assert chosen_pieces.sequences(replaced(TINY, {"train.micro_batch": 2}), held_out=9) == [2, 1]
+    # Of two ranks, one has 2 of the 3 sequences and the other 1; which, changes from step to step.
+    assert chosen_pieces.sequences(replaced(TINY, {"parallel.dp_shard": 2}), held_out=9) == [2, 1, 3]
 
 
 def compared(run, pieces):
@@ -62,7 +67,7 @@ def compared(run, pieces):
     axis = once(make, run.parallel, one_step.CPU).axes["tp"]
     a, w = (torch.randn(n, 704, dtype=torch.float64) for n in (2048, 256))
     alike = torch.equal(a @ w.T, torch.cat([part @ w.T for part in a.split(64)]))
-    return chosen_pieces.same_bits(run, Stream(axis, pieces, EXACT), 1, one_step.CPU), alike
+    return chosen_pieces.same_bits(run, Stream(axis, pieces, EXACT), [1], one_step.CPU), alike
 
 
 def test_other_bits_are_found_where_there_are_some(ranks):
